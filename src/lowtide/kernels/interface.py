@@ -1,0 +1,52 @@
+"""The few fused passes that the lean functions call; what each provider must do.
+
+    N images, C channels, S positions (spatial axes flattened): x is (N, C, S), its last stride is 1, the other strides are free
+    (a channel slice of a wider buffer is the common case). Vectors are (C,), in the accumulation dtype: float64 for float64
+    maps, float32 otherwise. Sums and statistics are accumulated so that their error does not grow with N*S (pairwise,
+    blocked or in float64), whatever the map's dtype.
+
+A provider computes the same values as `tensor_calls` within rounding; it never falls back in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+Activation = Literal["identity", "relu"]
+
+
+class Kernels(Protocol):
+    """One provider of the passes. `name` is what LOWTIDE_KERNELS selects."""
+
+    name: str
+
+    def supports(self, x: Tensor) -> bool:
+        """Whether this provider can run on a map of this device and dtype."""
+        ...
+
+    def batch_stats(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance per channel over N and S: two vectors (C,)."""
+        ...
+
+    def scale_shift_act(self, x: Tensor, scale: Tensor, shift: Tensor, act: Activation, out: Tensor) -> None:
+        """out = act(scale * x + shift), per channel. `out` has x's shape; its dtype may differ; it may be x itself."""
+        ...
+
+    def act_backward_sums_(
+        self, grad: Tensor, x: Tensor, scale: Tensor, shift: Tensor, act: Activation, mean: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """In place grad *= act'(scale * x + shift); returns sum(grad) and sum(grad * (x - mean)) per channel."""
+        ...
+
+    def act_backward_accumulate(
+        self, grad_z: Tensor, x: Tensor, scale: Tensor, shift: Tensor, act: Activation, mean: Tensor, total: Tensor,
+        sums: Tensor, sums_x: Tensor,
+    ) -> None:
+        """With m = grad_z * act'(scale * x + shift), read only: total += scale * m; sums += sum(m); sums_x += sum(m * (x - mean))."""
+        ...
+
+    def affine_add_(self, grad: Tensor, scale: Tensor | None, x: Tensor, slope: Tensor, offset: Tensor) -> None:
+        """In place grad = scale * grad + slope * x + offset per channel (scale None: 1)."""
+        ...
