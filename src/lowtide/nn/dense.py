@@ -1,0 +1,174 @@
+"""The parts of a DenseNet as modules: `DenseLayer`, `DenseBlock`, `Transition`. State-dict keys are torchvision's.
+
+Source: Huang et al. 2017, "Densely Connected Convolutional Networks", arXiv 1608.06993, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowtide.errors import ArgumentError, describe
+from lowtide.levels import Level, check_level
+
+CONV: dict[int, type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+NORM: dict[int, type[nn.modules.batchnorm._BatchNorm]] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+AVG_POOL: dict[int, type[nn.Module]] = {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d}
+MAX_POOL: dict[int, type[nn.Module]] = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
+
+
+def check_spatial_dims(spatial_dims: int, where: str) -> int:
+    """Return `spatial_dims` if it is 1, 2 or 3; raise `ArgumentError` otherwise."""
+    if spatial_dims not in CONV:
+        raise ArgumentError(describe(expected="spatial_dims to be 1, 2 or 3", got=repr(spatial_dims), where=where))
+    return spatial_dims
+
+
+def check_positive(value: int, name: str, where: str) -> int:
+    """Return `value` if it is an integer of at least 1; raise `ArgumentError` otherwise."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ArgumentError(describe(expected=f"{name} to be an integer >= 1", got=repr(value), where=where))
+    return value
+
+
+class DenseLayer(nn.Module):
+    """norm1 - relu - conv1 (1x1, to bn_size * k channels) - norm2 - relu - conv2 (3x3, to k channels) - dropout.
+
+    With `bn_size=None` there is no bottleneck: norm1 - relu - conv1 (3x3, to k channels) - dropout.
+    Called by itself it is ordinary autograd and returns the k new channels alone, (N, c, *S) -> (N, k, *S).
+    """
+
+    def __init__(
+        self,
+        num_input_features: int,
+        growth_rate: int,
+        bn_size: int | None = 4,
+        drop_rate: float = 0.0,
+        *,
+        spatial_dims: int = 2,
+    ) -> None:
+        super().__init__()
+        conv, norm = CONV[check_spatial_dims(spatial_dims, "DenseLayer")], NORM[spatial_dims]
+        check_positive(num_input_features, "num_input_features", "DenseLayer")
+        check_positive(growth_rate, "growth_rate", "DenseLayer")
+        if not 0.0 <= drop_rate < 1.0:
+            raise ArgumentError(describe(expected="drop_rate in [0, 1)", got=repr(drop_rate), where="DenseLayer"))
+        self.drop_rate = float(drop_rate)
+        self.norm1 = norm(num_input_features)
+        self.relu1 = nn.ReLU()
+        if bn_size is None:
+            self.conv1 = conv(num_input_features, growth_rate, kernel_size=3, padding=1, bias=False)
+        else:
+            width = check_positive(bn_size, "bn_size", "DenseLayer") * growth_rate
+            self.conv1 = conv(num_input_features, width, kernel_size=1, bias=False)
+            self.norm2 = norm(width)
+            self.relu2 = nn.ReLU()
+            self.conv2 = conv(width, growth_rate, kernel_size=3, padding=1, bias=False)
+        self.register_load_state_dict_pre_hook(_accept_other_spellings)
+
+    @property
+    def has_bottleneck(self) -> bool:
+        return hasattr(self, "conv2")
+
+    def forward(self, features: Tensor | Sequence[Tensor]) -> Tensor:
+        x = features if isinstance(features, Tensor) else torch.cat(list(features), 1)
+        new = self.conv1(self.relu1(self.norm1(x)))
+        if self.has_bottleneck:
+            new = self.conv2(self.relu2(self.norm2(new)))
+        return F.dropout(new, self.drop_rate, self.training) if self.drop_rate > 0 else new
+
+    def extra_repr(self) -> str:
+        return f"drop_rate={self.drop_rate}" if self.drop_rate else ""
+
+
+def _accept_other_spellings(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Keys "norm.1.weight" (old torchvision) and "layers.norm1.weight" (MONAI) become "norm1.weight"."""
+    for name, _child in module.named_children():
+        for other in (f"{name[:-1]}.{name[-1]}", f"layers.{name}"):
+            for key in [k for k in state_dict if k.startswith(f"{prefix}{other}.")]:
+                state_dict[f"{prefix}{name}{key[len(prefix) + len(other) :]}"] = state_dict.pop(key)
+
+
+class DenseBlock(nn.Module):
+    """A chain of dense layers, each fed with all earlier channels: (N, c0, *S) -> (N, c0 + num_layers * k, *S).
+
+    Children are `denselayer1`, `denselayer2`, ... At a lean level (`recompute` other than "none") the block is one
+    autograd node; with a hook on a child, or a child replaced, it runs the plain way and says so once.
+    """
+
+    recompute: Level
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_input_features: int,
+        bn_size: int | None = 4,
+        growth_rate: int = 12,
+        drop_rate: float = 0.0,
+        *,
+        spatial_dims: int = 2,
+        recompute: Level = "pointwise",
+    ) -> None:
+        super().__init__()
+        self.recompute = check_level(recompute, "DenseBlock")
+        for i in range(check_positive(num_layers, "num_layers", "DenseBlock")):
+            width = num_input_features + i * growth_rate
+            layer = DenseLayer(width, growth_rate, bn_size, drop_rate, spatial_dims=spatial_dims)
+            self.add_module(f"denselayer{i + 1}", layer)
+
+    def __iter__(self) -> Iterator[DenseLayer]:
+        return cast(Iterator[DenseLayer], self.children())
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def set_recompute(self, level: Level) -> None:
+        """Change what is kept for backward; parameters, outputs and random numbers stay the same."""
+        self.recompute = check_level(level, "DenseBlock.set_recompute")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_plain(x)
+
+    def forward_plain(self, x: Tensor) -> Tensor:
+        """The block in ordinary autograd, child by child."""
+        features = [x]
+        for layer in self:
+            features.append(layer(features))
+        return torch.cat(features, 1)
+
+    def extra_repr(self) -> str:
+        return f"recompute={self.recompute!r}"
+
+
+class Transition(nn.Sequential):
+    """norm - relu - conv (1x1) - average pool of 2: (N, c, *S) -> (N, num_output_features, *(S // 2))."""
+
+    recompute: Level
+
+    def __init__(
+        self,
+        num_input_features: int,
+        num_output_features: int,
+        *,
+        spatial_dims: int = 2,
+        recompute: Level = "pointwise",
+    ) -> None:
+        super().__init__()
+        dims = check_spatial_dims(spatial_dims, "Transition")
+        check_positive(num_output_features, "num_output_features", "Transition")
+        self.recompute = check_level(recompute, "Transition")
+        self.norm = NORM[dims](num_input_features)
+        self.relu = nn.ReLU()
+        self.conv = CONV[dims](num_input_features, num_output_features, kernel_size=1, bias=False)
+        self.pool = AVG_POOL[dims](2, 2)
+
+    def set_recompute(self, level: Level) -> None:
+        """Change what is kept for backward; parameters, outputs and random numbers stay the same."""
+        self.recompute = check_level(level, "Transition.set_recompute")
+
+    def extra_repr(self) -> str:
+        return f"recompute={self.recompute!r}"
