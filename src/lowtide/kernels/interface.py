@@ -1,9 +1,9 @@
 """The few fused passes that the lean functions call; what each provider must do.
 
-    N images, C channels, S positions (spatial axes flattened): x is (N, C, S), its last stride is 1, the other strides are free
-    (a channel slice of a wider buffer is the common case). Vectors are (C,), in the accumulation dtype: float64 for float64
-    maps, float32 otherwise. Sums and statistics are accumulated so that their error does not grow with N*S (pairwise,
-    blocked or in float64), whatever the map's dtype.
+    N images, C channels, S positions (spatial axes flattened): x is (N, C, S), its last stride is 1, the other strides
+    are free (a channel slice of a wider buffer is the common case). Vectors are (C,), in the accumulation dtype:
+    float64 for float64 maps, float32 otherwise. Sums and statistics are accumulated so that their error does not grow
+    with N*S (pairwise, blocked or in float64), whatever the map's dtype.
 
 A provider computes the same values as `tensor_calls` within rounding; it never falls back in silence.
 """
@@ -41,10 +41,19 @@ class Kernels(Protocol):
         ...
 
     def act_backward_accumulate(
-        self, grad_z: Tensor, x: Tensor, scale: Tensor, shift: Tensor, act: Activation, mean: Tensor, total: Tensor,
-        sums: Tensor, sums_x: Tensor,
+        self,
+        grad_z: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        act: Activation,
+        mean: Tensor,
+        total: Tensor,
+        sums: Tensor,
+        sums_x: Tensor,
     ) -> None:
-        """With m = grad_z * act'(scale * x + shift), read only: total += scale * m; sums += sum(m); sums_x += sum(m * (x - mean))."""
+        """With m = grad_z * act'(scale * x + shift), grad_z untouched:
+        total += scale * m; sums += sum(m); sums_x += sum(m * (x - mean))."""
         ...
 
     def affine_add_(self, grad: Tensor, scale: Tensor | None, x: Tensor, slope: Tensor, offset: Tensor) -> None:

@@ -1,0 +1,119 @@
+"""The passes as plain tensor calls: every device, every floating dtype; what the other providers must reproduce.
+
+Half-precision maps are computed in float32 and rounded once. Where the obvious call is not the fast one on the CPU, a
+comment says what was found instead.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowtide.kernels.interface import Activation
+
+# A float64 copy of this many elements is 1 MiB: one tile of `batch_stats`.
+_STATS_TILE_NUMEL = 1 << 17
+
+
+class TensorCalls:
+    """Provider "tensor"."""
+
+    name = "tensor"
+
+    def supports(self, x: Tensor) -> bool:
+        return x.is_floating_point()
+
+    def batch_stats(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        n_images, n_channels, n_positions = x.shape
+        count = n_images * n_positions
+        total = x.new_zeros(n_channels, dtype=torch.float64)
+        squares = torch.zeros_like(total)
+        step = max(1, _STATS_TILE_NUMEL // max(1, n_channels * n_positions))
+        for tile in x.split(step) if n_images else ():
+            total += tile.to(torch.float64).sum((0, 2))
+        mean = total / count
+        for tile in x.split(step) if n_images else ():
+            squares += (tile.to(torch.float64) - mean[:, None]).square_().sum((0, 2))
+        dtype = accumulation_dtype(x)
+        return mean.to(dtype), (squares / count).to(dtype)
+
+    def scale_shift_act(self, x: Tensor, scale: Tensor, shift: Tensor, act: Activation, out: Tensor) -> None:
+        if out.dtype == scale.dtype:
+            _scale_shift(x, scale, shift, out)
+            if act == "relu":
+                out.relu_()
+            return
+        wide = _scale_shift(x, scale, shift)
+        out.copy_(wide.relu_() if act == "relu" else wide)
+
+    def act_backward_sums_(
+        self, grad: Tensor, x: Tensor, scale: Tensor, shift: Tensor, act: Activation, mean: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if act == "relu":
+            _mask_(grad, x, scale, shift)
+        return _sums(grad, x, mean)
+
+    def act_backward_accumulate(
+        self,
+        grad_z: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        act: Activation,
+        mean: Tensor,
+        total: Tensor,
+        sums: Tensor,
+        sums_x: Tensor,
+    ) -> None:
+        masked = grad_z.to(scale.dtype, copy=True)
+        if act == "relu":
+            _mask_(masked, x, scale, shift)
+        grad_sum, grad_sum_x = _sums(masked, x, mean)
+        sums += grad_sum
+        sums_x += grad_sum_x
+        # two calls: addcmul with a broadcast inner dimension is not vectorised
+        masked *= scale[:, None]
+        total += masked
+
+    def affine_add_(self, grad: Tensor, scale: Tensor | None, x: Tensor, slope: Tensor, offset: Tensor) -> None:
+        correction = _scale_shift(x, slope, offset)
+        if scale is None:
+            grad += correction
+        elif grad.dtype == scale.dtype:
+            grad *= scale[:, None]
+            grad += correction
+        else:
+            correction += grad * scale[:, None]
+            grad.copy_(correction)
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of per-channel vectors beside a map like `x`."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _scale_shift(x: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None) -> Tensor:
+    """scale * x + shift in the vectors' dtype. Two calls: addcmul does not vectorise over a broadcast inner axis."""
+    if out is None:
+        out = torch.empty_like(x, dtype=scale.dtype, memory_format=torch.contiguous_format)
+    torch.mul(x, scale[:, None], out=out)
+    out += shift[:, None]
+    return out
+
+
+def _mask_(grad: Tensor, x: Tensor, scale: Tensor, shift: Tensor) -> None:
+    """In place grad = 0 where scale * x + shift <= 0 (a NaN lets the gradient through, as autograd's relu does)."""
+    z = _scale_shift(x, scale, shift)
+    if grad.dtype == z.dtype:
+        torch.ops.aten.threshold_backward.grad_input(grad, z, 0, grad_input=grad)
+    else:
+        grad.masked_fill_(z <= 0, 0)
+
+
+def _sums(grad: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """sum(grad) and sum(grad * (x - mean)) per channel. Centred before the product: a large mean would cancel."""
+    product = x - mean[:, None]
+    product *= grad
+    # over the positions first: the inner, contiguous sum is cascaded, and few numbers remain for float64
+    total = grad.sum(2, dtype=mean.dtype).sum(0, dtype=torch.float64)
+    return total.to(mean.dtype), product.sum(2).sum(0, dtype=torch.float64).to(mean.dtype)
