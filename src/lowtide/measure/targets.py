@@ -12,7 +12,8 @@ from lowtide.errors import ArgumentError, describe
 
 
 def load_target(spec: str) -> object:
-    """Import the object that `spec` names: `module:attribute` or `file.py:attribute` (dots in the attribute are followed).
+    """Import the object that `spec` names: `module:attribute` or `file.py:attribute` (dots in the attribute are
+    followed).
 
     Raises:
         ArgumentError: no colon; no such file, module or attribute. An error inside the imported file is left as it is.
@@ -45,12 +46,12 @@ def _from_file(where: str, spec: str) -> ModuleType:
         raise ArgumentError(describe(expected="an existing file", got=where, where=spec))
     name = f"lowtide_target_{path.stem}"
     description = importlib.util.spec_from_file_location(name, path)
-    assert description is not None and description.loader is not None, "a .py file always has a loader"
+    assert description is not None, "a .py file always has a loader"
+    assert description.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(description)
     sys.modules[name] = module  # dataclasses and pickle look the module up by name
-    sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` does, so that the file finds its neighbours
-    try:
-        description.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:  # as `python file.py` does, so that the file finds its neighbours, later imports too
+        sys.path.insert(0, folder)
+    description.loader.exec_module(module)
     return module
