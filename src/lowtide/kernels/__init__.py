@@ -6,12 +6,16 @@ can run is taken. One that was asked for and cannot run is replaced by tensor ca
 
 from __future__ import annotations
 
+import functools
 import os
+import warnings
 
 from torch import Tensor
 
 from lowtide.errors import ArgumentError, describe
+from lowtide.kernels.build import BuildError
 from lowtide.kernels.interface import Activation, Kernels
+from lowtide.kernels.native import NativeKernels
 from lowtide.kernels.tensor_calls import TensorCalls, accumulation_dtype
 
 __all__ = ["Activation", "Kernels", "TensorCalls", "accumulation_dtype", "select"]
@@ -19,6 +23,7 @@ __all__ = ["Activation", "Kernels", "TensorCalls", "accumulation_dtype", "select
 VARIABLE = "LOWTIDE_KERNELS"
 PROVIDERS = ("tensor", "native", "triton")
 _TENSOR_CALLS = TensorCalls()
+_warned: set[str] = set()
 
 
 def select(x: Tensor) -> Kernels:
@@ -30,4 +35,25 @@ def select(x: Tensor) -> Kernels:
     asked = os.environ.get(VARIABLE, "")
     if asked and asked not in PROVIDERS:
         raise ArgumentError(describe(expected=f"one of {', '.join(PROVIDERS)}", got=repr(asked), where=VARIABLE))
+    if asked in ("", "native") and x.device.type == "cpu":
+        native = _load_native()
+        if isinstance(native, BuildError):
+            _warn_once(f"the native kernels cannot be used, tensor calls take their place: {native}")
+        elif native.supports(x):
+            return native
     return _TENSOR_CALLS
+
+
+@functools.cache
+def _load_native() -> NativeKernels | BuildError:
+    """The native provider, or why there is none: tried once per process, at the first use."""
+    try:
+        return NativeKernels()
+    except BuildError as error:
+        return error
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -1,9 +1,13 @@
 """The few fused passes that the lean functions call; what each provider must do.
 
-    N images, C channels, S positions (spatial axes flattened): x is (N, C, S), its last stride is 1, the other strides
-    are free (a channel slice of a wider buffer is the common case). Vectors are (C,), in the accumulation dtype:
-    float64 for float64 maps, float32 otherwise. Sums and statistics are accumulated so that their error does not grow
-    with N*S (pairwise, blocked or in float64), whatever the map's dtype.
+    N images, C channels, S positions (spatial axes flattened). A map is (N, C, S) in one of two forms, with any strides
+    on the other axes (a slice of a wider buffer is the common case):
+      planes: the positions of a channel are neighbours, stride(2) == 1 (NCHW);
+      rows: the channels of a position are neighbours, stride(1) == 1 (channels last: x_NSC.transpose(1, 2)).
+    The maps of one call share a form; `scale_shift_act` alone may read planes and write rows.
+    Vectors are (C,), contiguous, in the accumulation dtype: float64 for float64 maps, float32 otherwise. Sums and
+    statistics are accumulated so that their error does not grow with N*S (pairwise, blocked or in float64), whatever
+    the map's dtype. The maps of one call are all float64, or each is float32, bfloat16 or float16.
 
 A provider computes the same values as `tensor_calls` within rounding; it never falls back in silence.
 """

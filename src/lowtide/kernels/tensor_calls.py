@@ -38,13 +38,11 @@ class TensorCalls:
         return mean.to(dtype), (squares / count).to(dtype)
 
     def scale_shift_act(self, x: Tensor, scale: Tensor, shift: Tensor, act: Activation, out: Tensor) -> None:
-        if out.dtype == scale.dtype:
-            _scale_shift(x, scale, shift, out)
-            if act == "relu":
-                out.relu_()
-            return
-        wide = _scale_shift(x, scale, shift)
-        out.copy_(wide.relu_() if act == "relu" else wide)
+        z = _scale_shift(x, scale, shift, out if out.dtype == scale.dtype else None)
+        if act == "relu":
+            z.relu_()
+        if z is not out:
+            out.copy_(z)
 
     def act_backward_sums_(
         self, grad: Tensor, x: Tensor, scale: Tensor, shift: Tensor, act: Activation, mean: Tensor
@@ -94,11 +92,9 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 def _scale_shift(x: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None) -> Tensor:
     """scale * x + shift in the vectors' dtype. Two calls: addcmul does not vectorise over a broadcast inner axis."""
-    if out is None:
-        out = torch.empty_like(x, dtype=scale.dtype, memory_format=torch.contiguous_format)
-    torch.mul(x, scale[:, None], out=out)
-    out += shift[:, None]
-    return out
+    # a result that is allocated by the product has the form of x, planes or rows
+    z = x * scale[:, None] if out is None else torch.mul(x, scale[:, None], out=out)
+    return z.add_(shift[:, None])
 
 
 def _mask_(grad: Tensor, x: Tensor, scale: Tensor, shift: Tensor) -> None:
