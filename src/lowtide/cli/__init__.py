@@ -7,11 +7,9 @@ Nothing here imports torch: `lowtide --help` answers at once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
-import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -26,16 +24,18 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command lives: `module` is imported when it is called, `attribute` is what tyro reads."""
+    """Where a command lives: `module` is imported when it is called, `attribute` is the function whose signature tyro
+    reads; or, if it `parses_itself`, a function of (program name, arguments)."""
 
     module: str
     attribute: str
     summary: str
+    parses_itself: bool = False
 
 
 COMMANDS: dict[str, Command] = {
     "demo": Command("lowtide.cli.demo", "demo", "Train the same network plain and lean side by side; one HTML page."),
-    "train densenet": Command("lowtide.cli.train", "train_densenet", "Train a DenseNet on images."),
+    "train densenet": Command("lowtide.cli.train", "densenet", "Train a DenseNet on images.", parses_itself=True),
     "train sgconv": Command("lowtide.cli.train_sgconv", "train_sgconv", "Train a long-convolution model on sequences."),
     "eval": Command("lowtide.cli.eval", "evaluate", "Error of a trained checkpoint on a data set."),
     "predict": Command("lowtide.cli.predict", "predict", "Classes of image files by a trained checkpoint."),
@@ -75,35 +75,19 @@ def help_text(prefix: str = "") -> str:
     return "\n".join(lines)
 
 
-def _parse(name: str, function: Callable[..., object], args: list[str]) -> Callable[[], object]:
-    """Flags to a call that is not made yet: what the function prints must not be mixed with what the parser prints."""
-    import tyro
+def _call(name: str, command: Command, args: list[str]) -> object:
+    function = getattr(importlib.import_module(command.module), command.attribute)
+    prog = f"lowtide {name}"
+    if command.parses_itself:
+        return function(prog, args)
+    from lowtide.cli.parsing import parse
 
+    # parsed first, called afterwards: what the function prints must not be mixed with what the parser prints
     @functools.wraps(function)
-    def call_later(*positional: object, **keywords: object) -> Callable[[], object]:
+    def record(*positional: object, **keywords: object) -> Callable[[], object]:
         return lambda: function(*positional, **keywords)
 
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(call_later, prog=f"lowtide {name}", args=args, config=(tyro.conf.FlagCreatePairsOff,))
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        raise LowtideError(f"lowtide {name}: {_one_line(complaint.getvalue())}; see lowtide {name} --help") from None
-
-
-def _one_line(box: str) -> str:
-    """The parser's message without its frame: the rows above the rule, joined."""
-    rows = []
-    for row in box.splitlines():
-        text = row.strip(" │")
-        if text.startswith(("╭", "╰")):
-            continue
-        if text and not text.strip("─"):
-            break
-        rows.append(text)
-    return " ".join(rows).rstrip(".")
+    return parse(prog, record, args)()
 
 
 def run(argv: Sequence[str]) -> int:
@@ -124,7 +108,7 @@ def run(argv: Sequence[str]) -> int:
             words = " ".join(argv[:2] if argv[0] in groups else argv[:1])
             raise LowtideError(f"lowtide: expected a command ({', '.join(available())}), got {words!r}")
         name, command, rest = found
-        result = _parse(name, getattr(importlib.import_module(command.module), command.attribute), rest)()
+        result = _call(name, command, rest)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except LowtideError as error:

@@ -1,0 +1,81 @@
+"""`lowtide train densenet`: flags, saved options of a run that is resumed, and the result as text or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowtide.cli.parsing import parse
+from lowtide.measure.units import format_bytes
+from lowtide.train.densenet import KIND, DenseNetOptions, run_name, train_densenet
+from lowtide.train.interrupt import Interrupted
+from lowtide.train.loop import Summary
+from lowtide.train.options import check_unchanged
+from lowtide.train.report import Reporter, TerminalReporter
+from lowtide.train.run import Run
+
+
+@dataclass(frozen=True)
+class DenseNetFlags(DenseNetOptions):
+    # the flags of the command line beside the options that make the run what it is
+    __doc__ = DenseNetOptions.__doc__
+
+    out: Path | None = None
+    """Folder of the run (default: runs/ and a name made of the options)."""
+    resume: bool = False
+    """Continue the run in --out, bit for bit, with the options it was started with."""
+    overwrite: bool = False
+    """Replace the run in --out."""
+    json: bool = False
+    """Print the result as JSON, and no progress."""
+
+
+def densenet(prog: str, args: Sequence[str]) -> None:
+    """Train. Options of a resumed run come from its folder; a flag that differs from them is refused."""
+    flags = parse(prog, DenseNetFlags, args)
+    run = Run(flags.out or Path("runs") / run_name(flags))
+    options = _options(flags)
+    if flags.resume:
+        saved = DenseNetOptions.from_json(run.options(KIND), str(run.folder))
+        # parsed again with the saved options as defaults: what differs now was given on the command line
+        defaults = DenseNetFlags(**dataclasses.asdict(saved), out=flags.out)
+        options = _options(parse(prog, DenseNetFlags, args, default=defaults))
+        check_unchanged(saved, options, str(run.folder))
+    finished = run.summary() if flags.resume else None
+    try:
+        summary = (
+            Summary(**finished)
+            if finished
+            else train_densenet(
+                options,
+                run,
+                resume=flags.resume,
+                overwrite=flags.overwrite,
+                reporter=Reporter() if flags.json else TerminalReporter(),
+            )
+        )
+    except Interrupted as stop:
+        raise Interrupted(f"{stop}; to continue: {prog} --out {run.folder} --resume") from None
+    if flags.json:
+        print(json.dumps(dataclasses.asdict(summary)))
+    else:
+        print(_text(summary))
+
+
+def _options(flags: DenseNetFlags) -> DenseNetOptions:
+    return DenseNetOptions(**{f.name: getattr(flags, f.name) for f in dataclasses.fields(DenseNetOptions)})
+
+
+def _text(summary: Summary) -> str:
+    best = summary.best_validation_error_percent
+    lines = [
+        f"test error {summary.test_error_percent:.2f} % (loss {summary.test_loss:.4f}) on {summary.n_test} pictures",
+        f"train error {summary.train_error_percent:.2f} % (loss {summary.train_loss:.4f}) in the last epoch",
+        "best validation error " + ("none was held out" if best is None else f"{best:.2f} %"),
+        f"{summary.steps} steps in {summary.seconds:.0f} s, peak memory {format_bytes(summary.peak_memory_bytes)}",
+        f"weights: {summary.checkpoint}",
+    ]
+    return "\n".join(lines)

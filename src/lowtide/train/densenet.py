@@ -1,0 +1,224 @@
+"""DenseNets on images: the options, and the builders that turn them into data, model, optimiser and schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import MultiStepLR
+
+from lowtide.data.batches import EpochPlan
+from lowtide.data.images import ImageData, Preprocessing
+from lowtide.data.load import FOLDER, Augment, image_spec, load_images
+from lowtide.data.seeds import derive_seed
+from lowtide.errors import ArgumentError, describe
+from lowtide.levels import Level, check_level
+from lowtide.models import densenet as networks
+from lowtide.models.densenet import DenseNet
+from lowtide.train.evaluate import model_device
+from lowtide.train.loop import Summary, train
+from lowtide.train.objective import classification
+from lowtide.train.options import TrainOptions, choose_device, require
+from lowtide.train.report import Reporter
+from lowtide.train.run import Run
+
+KIND = "train densenet"
+Architecture = Literal["bc", "densenet121", "densenet161", "densenet169", "densenet201", "densenet264"]
+FOLDER_EPOCHS = 90  # the published recipe for ImageNet
+
+
+@dataclass(frozen=True)
+class DenseNetOptions(TrainOptions):
+    """Train a DenseNet on images.
+
+    The recipe is that of the paper: SGD with Nesterov momentum 0.9, weight decay 1e-4, learning rate 0.1 divided by 10
+    at 50 % and 75 % of the steps, He initialisation, standard augmentation, error of the weights after the last epoch.
+    """
+
+    data: str = "digits"
+    """digits, fashion-mnist, cifar10, cifar100, svhn, or folder:PATH (pictures in a folder per class)."""
+    data_dir: str | None = None
+    """Folder of the data set's files (default: ./data, and Debian's package for fashion-mnist)."""
+    download: bool = False
+    """Fetch missing files."""
+    validation: float = 0.1
+    """Fraction of the training pictures held out for validation."""
+    limit_train: int | None = None
+    """Train on so many pictures only."""
+    limit_test: int | None = None
+    """Test on the first so many pictures only."""
+    augment: Augment = "standard"
+    """standard (crop and mirror, as the data set allows) or none."""
+    image_size: int = 224
+    """Side of the crop taken from photographs (folder:PATH)."""
+    arch: Architecture = "bc"
+    """bc (three blocks, by --depth and --growth-rate), or densenet121, 161, 169, 201, 264."""
+    depth: int = 40
+    """Layers of the bc network: 6n + 4, or 3n + 4 without bottleneck."""
+    growth_rate: int = 12
+    """Channels that each layer of the bc network adds."""
+    compression: float = 0.5
+    """Fraction of the channels that a transition of the bc network keeps."""
+    bottleneck: bool = True
+    """1x1 convolutions to 4 growth rates before the 3x3 ones."""
+    small_inputs: bool | None = None
+    """A 3x3 stem without pooling (default: yes for bc, no for the others)."""
+    drop_rate: float = 0.0
+    """Dropout after each layer (the paper: 0.2 without augmentation)."""
+    momentum: float = 0.9
+    """Nesterov momentum."""
+    recompute: Level = "pointwise"
+    """Memory level: none (plain), pointwise, layer, block. Same numbers, less memory."""
+
+    changeable = TrainOptions.changeable | {"data_dir", "download", "recompute"}
+
+    def check(self) -> None:
+        super().check()
+        check_level(self.recompute, "--recompute")
+        known = get_args(Architecture)
+        require(self.arch in known, "--arch", f"one of {', '.join(known)}", repr(self.arch))
+        require(0 <= self.drop_rate < 1, "--drop-rate", "a number in [0, 1)", self.drop_rate)
+        require(0 <= self.momentum < 1, "--momentum", "a number in [0, 1)", self.momentum)
+        require(self.augment in get_args(Augment), "--augment", f"one of {', '.join(get_args(Augment))}", self.augment)
+
+
+class Description(NamedTuple):
+    """What a checkpoint says beside its weights: enough to build the network and to read a picture for it."""
+
+    options: DenseNetOptions
+    classes: tuple[str, ...]
+    preprocessing: Preprocessing
+
+    def to_strings(self) -> dict[str, str]:
+        return {
+            "kind": KIND,
+            "options": self.options.to_json(),
+            "classes": json.dumps(self.classes),
+            "preprocessing": json.dumps(dataclasses.asdict(self.preprocessing)),
+        }
+
+    @classmethod
+    def from_strings(cls, strings: dict[str, str], where: str) -> Description:
+        stored = json.loads(strings["preprocessing"])
+        preprocessing = Preprocessing(
+            stored["channels"], tuple(stored["size"]), tuple(stored["mean"]), tuple(stored["std"]), stored["photograph"]
+        )
+        options = DenseNetOptions.from_json(strings["options"], where)
+        return cls(options, tuple(json.loads(strings["classes"])), preprocessing)
+
+
+def default_epochs(data: str) -> int:
+    """Of the data set's published recipe, where it has one."""
+    return FOLDER_EPOCHS if data.startswith(FOLDER) else image_spec(data).epochs
+
+
+def run_name(options: DenseNetOptions) -> str:
+    """The folder in ./runs that a run takes when none is named."""
+    data = Path(options.data.removeprefix(FOLDER)).name
+    network = options.arch if options.arch != "bc" else f"bc{options.depth}-k{options.growth_rate}"
+    return f"densenet-{data}-{network}-seed{options.seed}"
+
+
+def load_data(options: DenseNetOptions) -> ImageData:
+    """The data set that the options name, split by their seed."""
+    return load_images(
+        options.data,
+        root=Path(options.data_dir) if options.data_dir else None,
+        download=options.download,
+        validation=options.validation,
+        limit_train=options.limit_train,
+        limit_test=options.limit_test,
+        augment=options.augment,
+        image_size=options.image_size,
+        seed=options.seed,
+    )
+
+
+def build_model(options: DenseNetOptions, n_classes: int, preprocessing: Preprocessing) -> DenseNet:
+    """The network, with weights drawn from the seed, on its device.
+
+    Raises:
+        ArgumentError: an option is out of range, or the pictures are too small for the network.
+    """
+    small_inputs = options.arch == "bc" if options.small_inputs is None else options.small_inputs
+    bn_size = 4 if options.bottleneck else None
+    # the weights come from a stream of their own, so they do not depend on what was drawn before; the caller's is kept
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive_seed(options.seed, "weights"))
+        if options.arch == "bc":
+            model = networks.densenet_bc(
+                options.depth,
+                options.growth_rate,
+                n_classes,
+                compression=options.compression,
+                bn_size=bn_size,
+                drop_rate=options.drop_rate,
+                small_inputs=small_inputs,
+                in_channels=preprocessing.channels,
+                recompute=options.recompute,
+            )
+        else:
+            model = getattr(networks, options.arch)(
+                n_classes,
+                bn_size=bn_size,
+                drop_rate=options.drop_rate,
+                small_inputs=small_inputs,
+                in_channels=preprocessing.channels,
+                recompute=options.recompute,
+            )
+    height, width = preprocessing.size
+    if min(height, width) < model.minimum_size:
+        raise ArgumentError(
+            describe(
+                expected=f"pictures of at least {model.minimum_size} x {model.minimum_size} for this network",
+                got=f"{height} x {width}",
+                where=f"--data {options.data}",
+                fix="use --arch bc, --small-inputs True or a larger --image-size",
+            )
+        )
+    dtype = torch.float64 if options.precision == "float64" else torch.float32
+    return model.to(choose_device(options.device), dtype)
+
+
+def build_optimizer(model: nn.Module, options: DenseNetOptions, n_steps: int) -> tuple[SGD, MultiStepLR]:
+    """Nesterov SGD, its rate divided by 10 after 50 % and 75 % of `n_steps`; all parameters decay, as in the paper."""
+    nesterov = options.momentum > 0
+    optimizer = SGD(
+        model.parameters(), options.lr, momentum=options.momentum, weight_decay=options.weight_decay, nesterov=nesterov
+    )
+    return optimizer, MultiStepLR(optimizer, [n_steps // 2, n_steps * 3 // 4], gamma=0.1)
+
+
+def train_densenet(options: DenseNetOptions, run: Run, *, resume: bool, overwrite: bool, reporter: Reporter) -> Summary:
+    """Build everything, then train; what can be refused is refused before the run's folder is touched.
+
+    Raises:
+        LowtideError: of the kinds that `load_images`, `build_model`, `Run` and `train` raise.
+    """
+    options.check()
+    if options.epochs is None:
+        options = dataclasses.replace(options, epochs=default_epochs(options.data))
+    if not resume:
+        run.check_free(overwrite)
+    data = load_data(options)
+    model = build_model(options, len(data.classes), data.preprocessing)
+    plan = EpochPlan(len(data.train), options.batch_size, options.seed, options.accumulate)
+    assert options.epochs is not None
+    optimizer, schedule = build_optimizer(model, options, options.epochs * plan.steps)
+    if not resume:
+        run.create(KIND, options.to_json(), overwrite)
+    parameters = sum(p.numel() for p in model.parameters())
+    n_validation = len(data.validation) if data.validation else 0
+    reporter.note(
+        f"{run.folder}: {parameters:,} parameters, memory level {options.recompute}, {model_device(model)}; "
+        f"{data.name}: {len(data.train)} training, {n_validation} validation, {len(data.test)} test pictures; "
+        f"{options.epochs} epochs of {plan.steps} steps"
+    )
+    description = Description(options, data.classes, data.preprocessing).to_strings()
+    return train(options, model, data, classification, optimizer, schedule, run, reporter, description)
