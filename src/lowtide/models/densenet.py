@@ -9,16 +9,14 @@ Source: Huang et al. 2017, arXiv 1608.06993 (architecture, table 1); He et al. 2
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lowtide.errors import ArgumentError, describe
 from lowtide.levels import Level, check_level
+from lowtide.models.features import DenseFeatures, stem_modules
 from lowtide.nn.dense import CONV, MAX_POOL, NORM, DenseBlock, Transition, check_positive, check_spatial_dims
 
 Init = Literal["fan_out", "fan_in"]
@@ -76,7 +74,9 @@ class DenseNet(nn.Module):
 
         self.spatial_dims = spatial_dims
         self.in_channels = in_channels
-        self.features = nn.Sequential(_stem(in_channels, num_init_features, small_inputs, spatial_dims))
+        conv, norm, pool = CONV[spatial_dims], NORM[spatial_dims], MAX_POOL[spatial_dims]
+        stem = stem_modules(conv, norm, pool, in_channels, num_init_features, small_inputs)
+        self.features = DenseFeatures(stem, recompute=recompute)
         channels = num_init_features
         for i, num_layers in enumerate(block_config, start=1):
             block = DenseBlock(
@@ -89,7 +89,7 @@ class DenseNet(nn.Module):
                 transition = Transition(channels, kept, spatial_dims=spatial_dims, recompute=recompute)
                 self.features.add_module(f"transition{i}", transition)
                 channels = kept
-        self.features.add_module("norm5", NORM[spatial_dims](channels))
+        self.features.add_module("norm5", norm(channels))
         self.classifier = nn.Linear(channels, num_classes)
         # each stride and each pool of 2 halves the image, rounding down after the stem and up inside it
         self.minimum_size = 2 ** (len(block_config) - 1) * (1 if small_inputs else 4) - (0 if small_inputs else 3)
@@ -110,13 +110,12 @@ class DenseNet(nn.Module):
         """Change what is kept for backward in every block; nothing else changes."""
         check_level(level, "DenseNet.set_recompute")
         for module in self.modules():
-            if isinstance(module, DenseBlock | Transition):
-                module.set_recompute(level)
+            if isinstance(module, DenseBlock | Transition | DenseFeatures):
+                module.recompute = level
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_image(x)
-        y = F.relu(self.features(x))
-        return self.classifier(torch.flatten(y, 2).mean(2))
+        return self.classifier(self.features.pooled(x))
 
     def _check_image(self, x: Tensor) -> None:
         if x.dim() != self.spatial_dims + 2 or x.shape[1] != self.in_channels:
@@ -133,23 +132,11 @@ class DenseNet(nn.Module):
             )
 
 
-def _stem(in_channels: int, channels: int, small_inputs: bool, spatial_dims: int) -> OrderedDict[str, nn.Module]:
-    conv, norm, pool = CONV[spatial_dims], NORM[spatial_dims], MAX_POOL[spatial_dims]
-    if small_inputs:
-        return OrderedDict(conv0=conv(in_channels, channels, kernel_size=3, padding=1, bias=False))
-    return OrderedDict(
-        conv0=conv(in_channels, channels, kernel_size=7, stride=2, padding=3, bias=False),
-        norm0=norm(channels),
-        relu0=nn.ReLU(),
-        pool0=pool(kernel_size=3, stride=2, padding=1),
-    )
-
-
 def _accept_other_spellings(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """The last norm may be called norm_final, and the classifier class_layers.out (MONAI)."""
-    for other, name in (("features.norm_final.", "features.norm5."), ("class_layers.out.", "classifier.")):
-        for key in [k for k in state_dict if k.startswith(prefix + other)]:
-            state_dict[prefix + name + key[len(prefix) + len(other) :]] = state_dict.pop(key)
+    """The classifier may be called class_layers.out (MONAI)."""
+    other = f"{prefix}class_layers.out."
+    for key in [k for k in state_dict if k.startswith(other)]:
+        state_dict[f"{prefix}classifier.{key[len(other) :]}"] = state_dict.pop(key)
 
 
 def densenet_bc(
@@ -166,7 +153,9 @@ def densenet_bc(
     spatial_dims: int = 2,
     recompute: Level = "pointwise",
 ) -> DenseNet:
-    """The CIFAR networks: three equal blocks, 2k initial channels. depth = 6n + 4 (bottleneck) or 3n + 4 (bn_size=None).
+    """The CIFAR networks: three equal blocks, 2k initial channels.
+
+    depth = 6n + 4 for layers with bottleneck, 3n + 4 without (bn_size=None).
 
     >>> sum(p.numel() for p in densenet_bc(100, 12).parameters())
     769162

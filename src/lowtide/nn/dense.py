@@ -5,6 +5,7 @@ Source: Huang et al. 2017, "Densely Connected Convolutional Networks", arXiv 160
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -12,8 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowtide import parts
 from lowtide.errors import ArgumentError, describe
+from lowtide.functional import dense_block, transition
 from lowtide.levels import Level, check_level
+from lowtide.nn.describe import (
+    NotLean,
+    check_no_global_hooks,
+    check_relu,
+    check_unhooked,
+    describe_convolution,
+    describe_norm,
+    must_trace,
+)
 
 CONV: dict[int, type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 NORM: dict[int, type[nn.modules.batchnorm._BatchNorm]] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -81,6 +93,28 @@ class DenseLayer(nn.Module):
             new = self.conv2(self.relu2(self.norm2(new)))
         return F.dropout(new, self.drop_rate, self.training) if self.drop_rate > 0 else new
 
+    def describe(self, name: str) -> parts.DenseLayer:
+        """The layer as plain tensors and numbers. Raises `NotLean` where a child must be called itself."""
+        check_unhooked(self, name)
+        if type(self).forward is not DenseLayer.forward:
+            raise NotLean(f"{name} has its own forward")
+        expected = ["norm1", "relu1", "conv1", *(["norm2", "relu2", "conv2"] if self.has_bottleneck else [])]
+        if list(self._modules) != expected:
+            raise NotLean(f"{name} has other children than {', '.join(expected)}")
+        check_relu(self.relu1, f"{name}.relu1")
+        norm2 = conv2 = None
+        if self.has_bottleneck:
+            check_relu(self.relu2, f"{name}.relu2")
+            norm2 = describe_norm(self.norm2, f"{name}.norm2")
+            conv2 = describe_convolution(self.conv2, f"{name}.conv2", 3)
+        return parts.DenseLayer(
+            describe_norm(self.norm1, f"{name}.norm1"),
+            describe_convolution(self.conv1, f"{name}.conv1", 1 if self.has_bottleneck else 3),
+            norm2,
+            conv2,
+            self.drop_rate if self.training else 0.0,
+        )
+
     def extra_repr(self) -> str:
         return f"drop_rate={self.drop_rate}" if self.drop_rate else ""
 
@@ -131,7 +165,23 @@ class DenseBlock(nn.Module):
         self.recompute = check_level(level, "DenseBlock.set_recompute")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.forward_plain(x)
+        layers = self.describe()
+        return self.forward_plain(x) if layers is None else dense_block(x, layers, recompute=self.recompute)
+
+    def describe(self) -> tuple[parts.DenseLayer, ...] | None:
+        """The layers as plain tensors and numbers; None where the block has to run the plain way.
+
+        That is at level "none", while somebody records operations (compile, export, trace), and, with one warning,
+        where a child has a hook or was replaced.
+        """
+        if self.recompute == "none" or must_trace():
+            return None
+        try:
+            check_no_global_hooks()
+            return tuple(_describe_child(child, name) for name, child in self.named_children())
+        except NotLean as reason:
+            warn_plain(self, str(reason))
+            return None
 
     def forward_plain(self, x: Tensor) -> Tensor:
         """The block in ordinary autograd, child by child."""
@@ -142,6 +192,23 @@ class DenseBlock(nn.Module):
 
     def extra_repr(self) -> str:
         return f"recompute={self.recompute!r}"
+
+
+def _describe_child(child: nn.Module, name: str) -> parts.DenseLayer:
+    if not isinstance(child, DenseLayer):
+        raise NotLean(f"{name} is a {type(child).__name__}, not a DenseLayer")
+    return child.describe(name)
+
+
+def warn_plain(module: nn.Module, reason: str) -> None:
+    """Say once per module that it runs the plain way."""
+    if not module.__dict__.get("_warned_plain", False):
+        module.__dict__["_warned_plain"] = True
+        warnings.warn(
+            f"{type(module).__name__} runs in ordinary autograd, with its memory, although recompute="
+            f"{getattr(module, 'recompute', 'none')!r}: {reason}",
+            stacklevel=3,
+        )
 
 
 class Transition(nn.Sequential):
@@ -170,5 +237,37 @@ class Transition(nn.Sequential):
         """Change what is kept for backward; parameters, outputs and random numbers stay the same."""
         self.recompute = check_level(level, "Transition.set_recompute")
 
+    def forward(self, input: Tensor) -> Tensor:
+        described = self.describe()
+        return super().forward(input) if described is None else transition(input, described, recompute=self.recompute)
+
+    def describe(self) -> parts.Transition | None:
+        """The transition as plain tensors and numbers; None where it has to run the plain way (see `DenseBlock`)."""
+        if self.recompute == "none" or must_trace():
+            return None
+        try:
+            check_no_global_hooks()
+            if list(self._modules) != ["norm", "relu", "conv", "pool"]:
+                raise NotLean("it has other children than norm, relu, conv, pool")
+            check_relu(self.relu, "relu")
+            check_unhooked(self.pool, "pool")
+            if type(self.pool) not in AVG_POOL.values() or not _halves(self.pool):
+                raise NotLean("pool is not an average pool of 2 with stride 2")
+            return parts.Transition(describe_norm(self.norm, "norm"), describe_convolution(self.conv, "conv", 1))
+        except NotLean as reason:
+            warn_plain(self, str(reason))
+            return None
+
     def extra_repr(self) -> str:
         return f"recompute={self.recompute!r}"
+
+
+def _halves(pool: nn.Module) -> bool:
+    plain = nn.AvgPool2d(2, 2)
+    names = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+    return all(_number(getattr(pool, name, None)) == _number(getattr(plain, name)) for name in names)
+
+
+def _number(value: object) -> object:
+    """(2, 2) and 2 mean the same."""
+    return value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value

@@ -1,0 +1,136 @@
+"""The feature extractor of a DenseNet, which joins a dense block and what follows it into one autograd node.
+
+`DenseFeatures` is a `Sequential` in everything that can be seen from outside: children, keys, hooks, indexing. What
+changes at a lean level is how its children are run:
+
+    conv0 [norm0 relu0 pool0]     the stem: one node (conv0 alone needs none)
+    denseblock, transition        one node: the block's features stay inside it
+    denseblock, norm5 and head    one node that returns the pooled features, if nobody looks at `features` itself
+
+A child with a hook is called by itself, so that the hook sees what it would see in ordinary autograd.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowtide import parts
+from lowtide.functional import dense_block, stem
+from lowtide.levels import Level, check_level
+from lowtide.nn.dense import MAX_POOL, DenseBlock, Transition
+from lowtide.nn.describe import (
+    NotLean,
+    check_no_global_hooks,
+    check_relu,
+    check_unhooked,
+    describe_convolution,
+    describe_norm,
+    is_hooked,
+    must_trace,
+)
+
+STEM = ("conv0", "norm0", "relu0", "pool0")
+
+
+class DenseFeatures(nn.Sequential):
+    """Stem, dense blocks, transitions and norm5: (N, c_in, *S) -> (N, c, *S'). `recompute` is the stem's level."""
+
+    recompute: Level
+
+    def __init__(self, modules: OrderedDict[str, nn.Module], *, recompute: Level = "pointwise") -> None:
+        super().__init__(modules)
+        self.recompute = check_level(recompute, "DenseFeatures")
+        self.register_load_state_dict_pre_hook(_accept_other_spelling)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(input, pooled=False)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """Mean over positions of relu of the features: (N, c). Calls `self`, and so its hooks, if there are any."""
+        if is_hooked(self) or type(self).forward is not DenseFeatures.forward:
+            return F.relu(self(x)).flatten(2).mean(2)
+        return self._run(x, pooled=True)
+
+    def _run(self, x: Tensor, *, pooled: bool) -> Tensor:
+        children = list(self.named_children())
+        x, position = self._run_stem(x, [name for name, _ in children])
+        while position < len(children):
+            _, child = children[position]
+            following = children[position + 1][1] if position + 1 < len(children) else None
+            is_last = position + 2 == len(children)
+            joined = self._run_joined(x, child, following, head=pooled and is_last)
+            if joined is not None:
+                x, position = joined, position + 2
+                if pooled and is_last:
+                    return x
+            else:
+                x, position = child(x), position + 1
+        return F.relu(x).flatten(2).mean(2) if pooled else x
+
+    def _run_joined(self, x: Tensor, block: nn.Module, following: nn.Module | None, *, head: bool) -> Tensor | None:
+        """Block and following in one node, or None if they have to be called one by one."""
+        if following is None or type(block) is not DenseBlock or is_hooked(block) or is_hooked(following):
+            return None
+        if not ((type(following) is Transition and following.recompute == block.recompute) or head):
+            return None
+        layers = block.describe()
+        if layers is None:
+            return None
+        if isinstance(following, Transition):
+            tail = following.describe()
+        else:
+            try:
+                tail = parts.Head(describe_norm(following, "norm5"))
+            except NotLean:  # a norm of another kind is called by itself, which is exact
+                tail = None
+        return None if tail is None else dense_block(x, layers, tail, recompute=block.recompute)
+
+    def _run_stem(self, x: Tensor, names: list[str]) -> tuple[Tensor, int]:
+        """The stem's output and the number of children it used: 0 if they are to be called one by one."""
+        if tuple(names[:4]) != STEM or self.recompute == "none" or must_trace():
+            return x, 0
+        conv, norm, relu, pool = (self.get_submodule(name) for name in STEM)
+        try:
+            check_no_global_hooks()
+            check_relu(relu, "relu0")
+            check_unhooked(pool, "pool0")
+            assert isinstance(conv, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+            described = parts.Stem(
+                describe_convolution(conv, "conv0", 7, stride=2, padding=3),
+                describe_norm(norm, "norm0"),
+                tuple(conv.stride),
+                (3,) * len(conv.stride),
+            )
+        except NotLean:  # called one by one, which is exact, and little memory is at stake
+            return x, 0
+        if type(pool) not in MAX_POOL.values() or _settings(pool) != (3, 2, 1, 1, False, False):
+            return x, 0
+        return stem(x, described, recompute=self.recompute), 4
+
+
+def _settings(pool: nn.Module) -> tuple[object, ...]:
+    names = ("kernel_size", "stride", "padding", "dilation", "return_indices", "ceil_mode")
+    return tuple(getattr(pool, name) for name in names)
+
+
+def _accept_other_spelling(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """The last norm may be called norm_final."""
+    for key in [k for k in state_dict if k.startswith(f"{prefix}norm_final.")]:
+        state_dict[f"{prefix}norm5.{key[len(prefix) + len('norm_final.') :]}"] = state_dict.pop(key)
+
+
+def stem_modules(
+    conv: type[nn.Module], norm: type[nn.Module], pool: type[nn.Module], in_channels: int, channels: int, small: bool
+) -> OrderedDict[str, nn.Module]:
+    """The children of the stem: conv0 (3x3) alone for small images, else conv0 (7x7, stride 2), norm0, relu0, pool0."""
+    if small:
+        return OrderedDict(conv0=conv(in_channels, channels, kernel_size=3, padding=1, bias=False))
+    return OrderedDict(
+        conv0=conv(in_channels, channels, kernel_size=7, stride=2, padding=3, bias=False),
+        norm0=norm(channels),
+        relu0=nn.ReLU(),
+        pool0=pool(kernel_size=3, stride=2, padding=1),
+    )
