@@ -52,7 +52,8 @@ inline bool in_place(const Map& map) {
   return map.dtype == (sizeof(A) == 4 ? F32 : F64);
 }
 
-inline void widen(const Map& map, int64_t offset, int64_t length, float* to) {
+// Not inlined: every pass would hold several copies.
+__attribute__((noinline)) void widen(const Map& map, int64_t offset, int64_t length, float* to) {
   const uint16_t* from = static_cast<const uint16_t*>(map.data) + offset;
   if (map.dtype == BF16) {
     for (int64_t i = 0; i < length; ++i) {
@@ -70,7 +71,7 @@ inline void widen(const Map& map, int64_t offset, int64_t length, float* to) {
 }
 
 // Rounds to nearest, ties to even, as torch does.
-inline void narrow(const float* from, const Map& map, int64_t offset, int64_t length) {
+__attribute__((noinline)) void narrow(const float* from, const Map& map, int64_t offset, int64_t length) {
   uint16_t* to = static_cast<uint16_t*>(map.data) + offset;
   if (map.dtype == BF16) {
     for (int64_t i = 0; i < length; ++i) {
