@@ -5,12 +5,11 @@ They draw from torch's global generator; `ImageBatches` seeds it per sample, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor
 from torchvision.transforms import v2
 
-Transform = Callable[[Tensor], Tensor]
+from lowtide.data.images import Transform
 
 
 def crop_and_mirror(size: tuple[int, int], padding: int, mirror: bool, fill: Sequence[float]) -> Transform:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,10 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowtide.data.augment import Transform
 from lowtide.data.batches import Batch, BatchDataset, BatchKey
+from lowtide.data.extras import import_extra
 from lowtide.data.seeds import derive_seed, generator
 from lowtide.errors import ArgumentError, DataError, describe
+
+Transform = Callable[[Tensor], Tensor]
 
 
 class ImageSource(Protocol):
@@ -57,15 +59,32 @@ def read_image(path: Path, channels: int) -> Tensor:
     Raises:
         DataError: the file is missing, truncated, or of no format that Pillow reads.
     """
-    from PIL import Image
-    from torchvision.transforms.v2.functional import pil_to_tensor
-
+    pillow = import_extra("PIL.Image", "pillow", "vision")
+    functional = import_extra("torchvision.transforms.v2.functional", "torchvision", "vision")
     try:
-        with Image.open(path) as picture:
-            return pil_to_tensor(picture.convert("L" if channels == 1 else "RGB"))
+        with pillow.open(path) as picture:
+            return functional.pil_to_tensor(picture.convert("L" if channels == 1 else "RGB"))
     except OSError as error:  # Pillow's "cannot identify" and "truncated" are OSErrors as well
         got = error.strerror or str(error).replace(f" {str(path)!r}", "")
         raise DataError(describe(expected="a readable picture", got=got, where=str(path))) from None
+
+
+def prepare_image(path: Path, preprocessing: Preprocessing) -> Tensor:
+    """A picture file as the network reads it: (C, H, W) float32."""
+    transforms = import_extra("lowtide.data.augment", "torchvision", "vision")
+    image = read_image(path, preprocessing.channels)
+    if preprocessing.photograph:
+        image = transforms.centre_crop(preprocessing.size[0])(image)
+    else:
+        image = transforms.resize(preprocessing.size)(image)
+    return normalise(image.unsqueeze(0), preprocessing.mean, preprocessing.std).squeeze(0)
+
+
+def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """(N, C, H, W) uint8 to float32: scaled to 0..1, minus the mean, over the standard deviation, per channel."""
+    channels = (1, -1, 1, 1)
+    scaled = images.to(torch.float32).div_(255)
+    return scaled.sub_(torch.tensor(mean).view(channels)).div_(torch.tensor(std).view(channels))
 
 
 def check_labels(labels: Tensor, n_classes: int, where: str) -> Tensor:
@@ -102,8 +121,8 @@ class ImageBatches(BatchDataset):
         self.rows = rows
         self.transform = transform
         self.seed = seed
-        self.mean = torch.tensor(mean).view(1, -1, 1, 1)
-        self.std = torch.tensor(std).view(1, -1, 1, 1)
+        self.mean = tuple(mean)
+        self.std = tuple(std)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -117,7 +136,7 @@ class ImageBatches(BatchDataset):
                 for i, position in enumerate(key.positions):
                     torch.default_generator.manual_seed(derive_seed(self.seed, "augment", key.epoch, position))
                     images[i] = self.transform(images[i])
-        pixels = torch.stack(images).to(torch.float32).div_(255).sub_(self.mean).div_(self.std)
+        pixels = normalise(torch.stack(images), self.mean, self.std)
         return Batch((pixels,), self.source.labels[rows], rows, len(rows))
 
 

@@ -28,6 +28,7 @@ def load_images(
     augment: Augment = "standard",
     image_size: int = 224,
     seed: int = 0,
+    statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
 ) -> ImageData:
     """Read a data set and split it.
 
@@ -40,6 +41,8 @@ def load_images(
         augment: the data set's standard augmentation of training pictures, or none.
         image_size: side of the crop taken from photographs; for folder:PATH only.
         seed: fixes the split and each picture's augmentation in each epoch.
+        statistics: mean and standard deviation per channel to normalise by, those that a trained network is used to;
+            None takes them from the training part.
 
     Raises:
         DataError: files are missing, damaged, or hold other things than they should.
@@ -57,7 +60,7 @@ def load_images(
     if name.startswith(FOLDER):
         train, test, classes = image_folder.read_image_folder(Path(name.removeprefix(FOLDER)))
         rows, held_out = hold_out(len(train.labels), validation, limit_train, seed)
-        mean, std = image_folder.PHOTOGRAPH_MEAN, image_folder.PHOTOGRAPH_STD
+        mean, std = statistics or (image_folder.PHOTOGRAPH_MEAN, image_folder.PHOTOGRAPH_STD)
         preprocessing = Preprocessing(3, (image_size, image_size), mean, std, photograph=True)
         plain = transforms.centre_crop(image_size)
         augmented = transforms.random_resized_crop(image_size)
@@ -66,7 +69,7 @@ def load_images(
         classes = spec.classes
         train, test = spec.read(root, download)
         rows, held_out = hold_out(len(train.labels), validation, limit_train, seed)
-        mean, std = pixel_statistics(train, rows)
+        mean, std = statistics or pixel_statistics(train, rows)
         channels, height, width = train.images.shape[1:]
         preprocessing = Preprocessing(channels, (height, width), mean, std, photograph=False)
         plain = augmented = None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -21,12 +20,14 @@ from lowtide.errors import ArgumentError, describe
 from lowtide.levels import Level, check_level
 from lowtide.models import densenet as networks
 from lowtide.models.densenet import DenseNet
+from lowtide.train.checkpoint import load_checkpoint, load_weights
 from lowtide.train.evaluate import model_device
 from lowtide.train.loop import Summary, train
 from lowtide.train.objective import classification
 from lowtide.train.options import TrainOptions, choose_device, require
 from lowtide.train.report import Reporter
 from lowtide.train.run import Run
+from lowtide.train.trained import describe_trained, read_description
 
 KIND = "train densenet"
 Architecture = Literal["bc", "densenet121", "densenet161", "densenet169", "densenet201", "densenet264"]
@@ -88,31 +89,6 @@ class DenseNetOptions(TrainOptions):
         require(self.augment in get_args(Augment), "--augment", f"one of {', '.join(get_args(Augment))}", self.augment)
 
 
-class Description(NamedTuple):
-    """What a checkpoint says beside its weights: enough to build the network and to read a picture for it."""
-
-    options: DenseNetOptions
-    classes: tuple[str, ...]
-    preprocessing: Preprocessing
-
-    def to_strings(self) -> dict[str, str]:
-        return {
-            "kind": KIND,
-            "options": self.options.to_json(),
-            "classes": json.dumps(self.classes),
-            "preprocessing": json.dumps(dataclasses.asdict(self.preprocessing)),
-        }
-
-    @classmethod
-    def from_strings(cls, strings: dict[str, str], where: str) -> Description:
-        stored = json.loads(strings["preprocessing"])
-        preprocessing = Preprocessing(
-            stored["channels"], tuple(stored["size"]), tuple(stored["mean"]), tuple(stored["std"]), stored["photograph"]
-        )
-        options = DenseNetOptions.from_json(strings["options"], where)
-        return cls(options, tuple(json.loads(strings["classes"])), preprocessing)
-
-
 def default_epochs(data: str) -> int:
     """Of the data set's published recipe, where it has one."""
     return FOLDER_EPOCHS if data.startswith(FOLDER) else image_spec(data).epochs
@@ -125,8 +101,8 @@ def run_name(options: DenseNetOptions) -> str:
     return f"densenet-{data}-{network}-seed{options.seed}"
 
 
-def load_data(options: DenseNetOptions) -> ImageData:
-    """The data set that the options name, split by their seed."""
+def load_data(options: DenseNetOptions, preprocessing: Preprocessing | None = None) -> ImageData:
+    """The data set that the options name, split by their seed; normalised as `preprocessing` says, if it is given."""
     return load_images(
         options.data,
         root=Path(options.data_dir) if options.data_dir else None,
@@ -137,6 +113,7 @@ def load_data(options: DenseNetOptions) -> ImageData:
         augment=options.augment,
         image_size=options.image_size,
         seed=options.seed,
+        statistics=(preprocessing.mean, preprocessing.std) if preprocessing else None,
     )
 
 
@@ -220,5 +197,32 @@ def train_densenet(options: DenseNetOptions, run: Run, *, resume: bool, overwrit
         f"{data.name}: {len(data.train)} training, {n_validation} validation, {len(data.test)} test pictures; "
         f"{options.epochs} epochs of {plan.steps} steps"
     )
-    description = Description(options, data.classes, data.preprocessing).to_strings()
+    description = describe_trained(KIND, options, data.classes, data.preprocessing)
     return train(options, model, data, classification, optimizer, schedule, run, reporter, description)
+
+
+@dataclass(frozen=True)
+class TrainedDenseNet:
+    """A network out of a checkpoint, in eval mode, with what it was trained on."""
+
+    model: DenseNet
+    options: DenseNetOptions
+    classes: tuple[str, ...]
+    preprocessing: Preprocessing
+
+
+def load_trained(path: Path, device: str = "auto", best: bool = False) -> TrainedDenseNet:
+    """The network of a checkpoint file, or of a run's folder: its last one, or the `best` on the validation part.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it is of something else than a DenseNet.
+    """
+    if path.is_dir():
+        run = Run(path)
+        path = run.best if best else run.last
+    checkpoint = load_checkpoint(path)
+    text, classes, preprocessing = read_description(checkpoint, KIND, str(path))
+    options = dataclasses.replace(DenseNetOptions.from_json(text, str(path)), device=device)
+    model = build_model(options, len(classes), preprocessing)
+    load_weights(model, checkpoint["model"], str(path))
+    return TrainedDenseNet(model.eval(), options, classes, preprocessing)
