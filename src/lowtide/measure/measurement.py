@@ -19,7 +19,7 @@ Backward = Literal["from the result", "inside fn", "none"]
 class Holder:
     """A block of memory and who holds it.
 
-    `kind`: "made" by the call, "input" (an argument), "outside" (there before, no argument), "parameter" (or buffer).
+    `kind`: "made" by the call, "input" (an argument), "outside" (there before the call, but no argument).
     `module` is "" outside of all modules; `operator` made the block, "" if it was there before; `shape` is () if it
     is not known.
     """
@@ -62,9 +62,7 @@ class Measurement:
     str() is a table, to_json() a JSON object of every field.
     """
 
-    saved_bytes: (
-        int  # largest live sum of the storages that autograd keeps, each once; parameters and buffers are not in it
-    )
+    saved_bytes: int  # largest live sum of the storages that autograd keeps, each once, parameters and buffers left out
     saved_input_bytes: int  # of these, what lies in the arguments: alive in any case as long as the caller holds them
     saved_parameter_bytes: int  # on top: parameters and buffers that nodes refer to; alive in any case
     peak_bytes: int  # largest sum of bytes allocated by the call: CPU, exact requested bytes; CUDA, allocated bytes
@@ -75,7 +73,7 @@ class Measurement:
     backward: Backward
     device: str
     repeats: int
-    holders: tuple[Holder, ...]  # what autograd keeps when saved_bytes is reached, largest first, parameters too
+    holders: tuple[Holder, ...]  # the storages whose sum is saved_bytes, largest first
     peak_holders: tuple[Holder, ...]  # what is alive at the peak, largest first
     outside_autograd: tuple[Holder, ...]  # what outside_autograd_bytes consists of, largest first
     timeline: Timeline
@@ -101,8 +99,7 @@ class Measurement:
         """
         totals: dict[str, int] = {}
         for holder in self.holders:
-            if holder.kind != "parameter":
-                totals[holder.module] = totals.get(holder.module, 0) + holder.nbytes
+            totals[holder.module] = totals.get(holder.module, 0) + holder.nbytes
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def to_json(self) -> str:

@@ -62,6 +62,8 @@ def _kept_holders(kept: Iterable[KeptStorage], trace: Trace) -> Iterable[Holder]
         makers[block.address] = block
     makers |= {block.address: block for block in trace.alive_after_forward()}
     for storage in kept:
+        if storage.kind == "parameter":
+            continue
         maker = makers.get(storage.address)
         kind = "outside" if storage.kind == "made" and maker is None else storage.kind
         operator = maker.operator if maker is not None and kind == "made" else ""
