@@ -186,15 +186,19 @@ def hold_out(n: int, fraction: float, limit: int | None, seed: int) -> tuple[Ten
     The held-out part is `fraction` of both parts together, so it shrinks with the limit.
 
     Raises:
-        ArgumentError: a fraction outside [0, 1), or a limit below 1.
+        ArgumentError: a fraction outside [0, 1) or that leaves nothing to train on, or a limit below 1.
     """
     if not 0 <= fraction < 1:
         raise ArgumentError(describe(expected="a fraction in [0, 1)", got=fraction, where="--validation"))
     if limit is not None and limit < 1:
         raise ArgumentError(describe(expected="at least 1", got=limit, where="--limit-train"))
     order = torch.randperm(n, generator=generator(seed, "split"))
-    n_train = n - round(n * fraction)
-    if limit is not None:
-        n_train = min(n_train, limit)
-    n_held_out = min(round(n_train * fraction / (1 - fraction)), n - n_train)
+    n_held_out = round(n * fraction)
+    n_train = n - n_held_out
+    if n_train < 1:
+        got = f"{n_held_out} of {n} held out"
+        raise ArgumentError(describe(expected="pictures left to train on", got=got, where="--validation"))
+    if limit is not None and limit < n_train:
+        n_train = limit
+        n_held_out = min(n_held_out, round(limit * fraction / (1 - fraction)))
     return order[:n_train], order[n_train : n_train + n_held_out]
