@@ -1,6 +1,6 @@
 """Dense networks, one SGD training step: plain, the usual memory savers, and lowtide at each level.
 
-Cases: DenseNet-BC depth 100 k 12 (batch 64, 32x32), densenet121 (batch 16, 224x224), DenseNet121 in 3-D (batch 1, 96^3).
+Cases: DenseNet-BC 100 k 12 (batch 64, 32x32), densenet121 (batch 16, 224x224), DenseNet121 in 3-D (batch 1, 96^3).
 """
 
 from __future__ import annotations
