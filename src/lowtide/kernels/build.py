@@ -52,8 +52,8 @@ def load_library() -> ctypes.CDLL:
     compiler = _find_tools()
     folder = cache_folder() / _key(compiler)
     library = folder / f"{_NAME}.so"
-    with contextlib.suppress(OSError):
-        return ctypes.CDLL(str(library))
+    if (loaded := _load(library)) is not None:
+        return loaded
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("a")
@@ -68,14 +68,29 @@ def load_library() -> ctypes.CDLL:
             return ctypes.CDLL(str(_build(Path(temporary))))
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # another process may have built it meanwhile; a file that cannot be loaded is built anew
-        with contextlib.suppress(OSError):
-            return ctypes.CDLL(str(library))
+        # another process may have built it meanwhile
+        if (loaded := _load(library)) is not None:
+            return loaded
         for leftover in folder.glob("build-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix="build-", dir=folder, ignore_cleanup_errors=True) as temporary:
-            os.replace(_build(Path(temporary)), library)
+            built = _build(Path(temporary))
+            _digest_file(library).write_text(hashlib.sha256(built.read_bytes()).hexdigest())
+            os.replace(built, library)
         return ctypes.CDLL(str(library))
+
+
+def _load(library: Path) -> ctypes.CDLL | None:
+    """The library if it is there and whole; a truncated one would crash the process that loads it."""
+    try:
+        whole = hashlib.sha256(library.read_bytes()).hexdigest() == _digest_file(library).read_text()
+        return ctypes.CDLL(str(library)) if whole else None
+    except OSError:
+        return None
+
+
+def _digest_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
 
 
 def cache_folder() -> Path:
