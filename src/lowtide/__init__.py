@@ -1,5 +1,13 @@
-"""lowtide: train the same network with the same gradients in a fraction of the peak memory, and prove it."""
+"""lowtide: train the same network with the same gradients in a fraction of the peak memory, and prove it.
+
+Importing it touches no GPU, compiles nothing and needs no optional package. `lowtide.measure` is the function; its
+package's other names come by `from lowtide.measure import ...` (so for `verify`, `convert` and `plan`).
+"""
 
 from __future__ import annotations
 
+from lowtide.errors import LowtideError
+from lowtide.measure import Measurement, measure
+
+__all__ = ["LowtideError", "Measurement", "__version__", "measure"]
 __version__ = "0.1.0"
