@@ -18,7 +18,7 @@ from lowtide.kernels.interface import Activation, Kernels
 from lowtide.kernels.native import NativeKernels
 from lowtide.kernels.tensor_calls import TensorCalls, accumulation_dtype
 
-__all__ = ["Activation", "Kernels", "TensorCalls", "accumulation_dtype", "select"]
+__all__ = ["Activation", "Kernels", "TensorCalls", "accumulation_dtype", "select", "states"]
 
 VARIABLE = "LOWTIDE_KERNELS"
 PROVIDERS = ("tensor", "native", "triton")
@@ -42,6 +42,17 @@ def select(x: Tensor) -> Kernels:
         elif native.supports(x):
             return native
     return _TENSOR_CALLS
+
+
+def states() -> dict[str, str]:
+    """Provider -> whether it can run here, and why not. Builds the native one if that has not happened yet."""
+    native = _load_native()
+    unable = isinstance(native, BuildError)
+    return {
+        "tensor": "available: any device",
+        "native": f"not available: {native}" if unable else f"available: CPU, {native.level} instructions",
+        "triton": "not available: not offered yet",
+    }
 
 
 @functools.cache
