@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lowtide.errors import LowtideError
 from lowtide.measure import Measurement, measure
+from lowtide.verify import ParityReport, verify
 
-__all__ = ["LowtideError", "Measurement", "__version__", "measure"]
+__all__ = ["LowtideError", "Measurement", "ParityReport", "__version__", "measure", "verify"]
 __version__ = "0.1.0"

@@ -27,6 +27,21 @@ def parse_shapes(text: str, flag: str = "--input") -> list[tuple[int, ...]]:
 
 
 def random_inputs(text: str, seed: int = 0, flag: str = "--input") -> tuple[Tensor, ...]:
-    """Normal float32 tensors of the shapes in `text`, the same for the same seed."""
+    """Normal float32 tensors of the shapes in `text`, the same for the same seed; "2x128:50": integers below 50.
+
+    Raises:
+        ArgumentError: see `parse_shapes`.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(shape, generator=generator) for shape in parse_shapes(text, flag))
+    inputs = []
+    for part in text.split(","):
+        sizes, colon, below = part.partition(":")
+        (shape,) = parse_shapes(sizes, flag)
+        if colon and not (below.isdigit() and int(below) > 0):
+            expected = "an integer above 0 after the colon, such as 2x128:50"
+            raise ArgumentError(describe(expected=expected, got=repr(part), where=flag))
+        made = (
+            torch.randint(int(below), shape, generator=generator) if colon else torch.randn(shape, generator=generator)
+        )
+        inputs.append(made)
+    return tuple(inputs)
