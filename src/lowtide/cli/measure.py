@@ -15,8 +15,8 @@ from lowtide.levels import check_level
 from lowtide.measure import format_bytes
 from lowtide.measure import measure as measure_call
 from lowtide.measure.child import ChildFigures, run_in_child
-from lowtide.measure.html import save_html
-from lowtide.measure.timeline import save_plot
+from lowtide.measure.html import PAGE_SUFFIXES, save_html
+from lowtide.measure.timeline import PLOT_SUFFIXES, check_output, save_plot
 from lowtide.models.resolve import Model, resolve_model
 
 
@@ -50,6 +50,10 @@ def measure(
         html: Write a page with the timeline to this file (needs matplotlib).
         plot: Write the timeline to this .png, .svg or .pdf file (needs matplotlib).
     """
+    if html is not None:
+        check_output(html, PAGE_SUFFIXES, "--html")
+    if plot is not None:
+        check_output(plot, PLOT_SUFFIXES, "--plot")
     fn, *args = build_step(model, input, recompute, seed)
     if isinstance(fn, torch.nn.Module):
         fn = fn.to(device)

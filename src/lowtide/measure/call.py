@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +28,7 @@ class ResultGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: Callable[[], Sequence[Tensor]], *results: Tensor) -> Tensor:
         ctx.gradients = gradients
-        return results[0].new_zeros((), dtype=torch.float32)
+        return torch.empty(0, device=results[0].device)  # no bytes: the meter must not be in its own figures
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
@@ -71,18 +73,22 @@ class Call:
         with torch.enable_grad():
             start = ResultGradient.apply(gradients, *outputs)
         assert isinstance(start, Tensor), "a single tensor"
-        start.backward()
+        start.backward(start.detach())
 
     def run(self, *, reuse_gradients: bool = False) -> None:
         self.backward(self.forward(), reuse_gradients=reuse_gradients)
 
 
-def known_modules(fn: Callable[..., Any], args: Sequence[Any]) -> list[nn.Module]:
-    """The modules that can be found before the call: fn, the owner of a bound method, and arguments."""
+def surroundings(fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    """What a call can reach, as far as can be seen before: fn, a bound method's owner, arguments, closure, globals."""
     while isinstance(fn, partial):
-        fn = fn.func
-    found = (fn, getattr(fn, "__self__", None), *args)
-    return [m for m in found if isinstance(m, nn.Module)]
+        args, fn = (*args, *fn.args, *fn.keywords.values()), fn.func
+    found = [fn, getattr(fn, "__self__", None), *tree_leaves(tuple(args))]
+    # builtins and callable objects have no closure; an empty cell is a ValueError
+    with contextlib.suppress(TypeError, ValueError):
+        variables = inspect.getclosurevars(fn)
+        found += tree_leaves([*variables.nonlocals.values(), *variables.globals.values()])
+    return found
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -111,7 +117,8 @@ def choose_device(fn: Callable[..., Any], args: Sequence[Any], device: str | tor
         UnsupportedError: neither the CPU nor CUDA.
     """
     where = "measure(device=...)"
-    state = [t for m in known_modules(fn, args) for t in m.parameters()]
+    owners = [owner for owner in (fn, getattr(fn, "__self__", None)) if isinstance(owner, nn.Module)]
+    state = [parameter for owner in owners for parameter in owner.parameters()]
     if device is None:
         found = [*tensors_in(tuple(args)), *state]
         chosen = found[0].device if found else torch.device("cpu")

@@ -155,8 +155,6 @@ def main(asked: str, answered: str) -> None:
 
 
 def _answer(request: dict[str, Any]) -> ChildFigures:
-    import torch
-
     from lowtide.measure.call import Call, choose_device
     from lowtide.measure.run import measure
     from lowtide.measure.timing import Timing, time_once
@@ -177,7 +175,7 @@ def _answer(request: dict[str, Any]) -> ChildFigures:
             "peak_bytes": m.peak_bytes, "saved_bytes": m.saved_bytes, "outside_autograd_bytes": m.outside_autograd_bytes
         }  # fmt: skip
     call = Call(fn, args, choose_device(fn, args, "cpu"))
-    (torch.randn(256, 256) @ torch.randn(256, 256)).sum()  # starts the thread pool: part of the base, not of the step
+    _warm_up()
     high_water = HighWater()
     times = [time_once(call.run, call.device)]
     over_base = high_water.over_base()
@@ -186,6 +184,14 @@ def _answer(request: dict[str, Any]) -> ChildFigures:
     times += [time_once(partial(call.run, reuse_gradients=True), call.device) for _ in range(request["steps"] - 1)]
     median = Timing(tuple(times[1:] or times)).median
     return {"process_high_water_bytes": over_base, "seconds": median, "times": times}
+
+
+def _warm_up() -> None:
+    """What any first step of torch starts and imports (thread pool, sympy by way of `backward(gradient)`) is base."""
+    import torch
+
+    x = torch.randn(256, 256, requires_grad=True)
+    (x @ x).backward(torch.ones(256, 256))
 
 
 class HighWater:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from lowtide.errors import ArgumentError, describe
 from lowtide.measure.measurement import Holder, Measurement
-from lowtide.measure.timeline import timeline_figure
+from lowtide.measure.timeline import check_output, timeline_figure
 from lowtide.measure.units import format_bytes
 
+PAGE_SUFFIXES = (".html", ".htm")
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; margin: .5rem 0 1.5rem } td, th { padding: .15rem .8rem .15rem 0; text-align: left }
@@ -25,7 +25,7 @@ def html_page(measurement: Measurement, title: str) -> str:
     drawing = io.StringIO()
     timeline_figure(measurement).savefig(drawing, format="svg")
     svg = drawing.getvalue()
-    numbers = "\n".join(str(measurement).split("\n\n")[0].splitlines())
+    numbers = str(measurement).split("\n\n")[0]
     parts = [
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>",
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1><pre>{escape(numbers)}</pre>",
@@ -44,10 +44,9 @@ def save_html(measurement: Measurement, title: str, path: Path) -> None:
     """Write the page beside its final name and move it into place.
 
     Raises:
-        ArgumentError: the folder does not exist. MissingDependencyError: matplotlib is not installed.
+        ArgumentError: see `check_output`. MissingDependencyError: matplotlib is not installed.
     """
-    if not path.parent.is_dir():
-        raise ArgumentError(describe(expected="an existing folder", got=str(path.parent), where="html"))
+    check_output(path, PAGE_SUFFIXES, "html")
     part = path.with_name(f"{path.name}.part")
     part.write_text(html_page(measurement, title), encoding="utf-8")
     part.replace(path)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from lowtide.measure.allocations import BACKWARD, FORWARD, Trace, record
-from lowtide.measure.call import Call, differentiable, known_modules, tensors_in
+from lowtide.measure.call import Call, differentiable, surroundings, tensors_in
 from lowtide.measure.measurement import Backward, CudaPeaks
 from lowtide.measure.modules import ModuleTracker
 from lowtide.measure.saved import KeptStorage, Ledger, storages_of
@@ -49,9 +49,11 @@ def record_memory(call: Call, state: SavedState) -> MemoryRun:
 
     tracker = ModuleTracker(add_root)
     ledger = Ledger(tracker, call.argument_tensors)
-    state.add_leaves(call.argument_tensors)
-    for module in known_modules(call.fn, call.args):
-        tracker.add_root(module)
+    for thing in surroundings(call.fn, call.args):
+        if isinstance(thing, nn.Module):
+            tracker.add_root(thing)
+        elif isinstance(thing, Tensor):
+            state.add_leaves([thing])
     between: list[_AfterForward] = []
 
     def step() -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAMED_HOLDERS = 6
-SUFFIXES = (".png", ".svg", ".pdf")
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def timeline_figure(measurement: Measurement) -> Figure:
@@ -46,17 +46,25 @@ def timeline_figure(measurement: Measurement) -> Figure:
     return figure
 
 
-def save_plot(measurement: Measurement, path: Path) -> None:
-    """Write the figure as .png, .svg or .pdf.
+def check_output(path: Path, suffixes: tuple[str, ...], where: str) -> None:
+    """Complain about a file that could not be written, before the work is done.
 
     Raises:
-        ArgumentError: another suffix, or the folder does not exist. MissingDependencyError: matplotlib is not
-        installed.
+        ArgumentError: another suffix, or the folder does not exist.
     """
-    if path.suffix not in SUFFIXES:
-        raise ArgumentError(describe(expected=f"a file name in {', '.join(SUFFIXES)}", got=str(path), where="plot"))
+    if path.suffix not in suffixes:
+        raise ArgumentError(describe(expected=f"a file name in {', '.join(suffixes)}", got=str(path), where=where))
     if not path.parent.is_dir():
-        raise ArgumentError(describe(expected="an existing folder", got=str(path.parent), where="plot"))
+        raise ArgumentError(describe(expected="an existing folder", got=str(path.parent), where=where))
+
+
+def save_plot(measurement: Measurement, path: Path) -> None:
+    """Write the figure as .png, .svg or .pdf, beside its final name first.
+
+    Raises:
+        ArgumentError: see `check_output`. MissingDependencyError: matplotlib is not installed.
+    """
+    check_output(path, PLOT_SUFFIXES, "plot")
     part = path.with_name(f"{path.stem}.part{path.suffix}")
     timeline_figure(measurement).savefig(part, dpi=150)
     part.replace(path)
