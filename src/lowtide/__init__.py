@@ -1,7 +1,7 @@
 """lowtide: train the same network with the same gradients in a fraction of the peak memory, and prove it.
 
-Importing it touches no GPU, compiles nothing and needs no optional package. `lowtide.measure` is the function; its
-package's other names come by `from lowtide.measure import ...` (so for `verify`, `convert` and `plan`).
+Importing it touches no GPU, compiles nothing and needs no optional package. `lowtide.verify` and `lowtide.measure` are
+functions; their packages' other names come by `from lowtide.verify import ...`.
 """
 
 from __future__ import annotations
