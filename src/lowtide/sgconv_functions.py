@@ -1,0 +1,74 @@
+"""The functions of SGConv: plain (`lowtide.reference`) or lean (`lowtide.lean`), chosen by `recompute`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lowtide.errors import ArgumentError, describe
+from lowtide.lean import long_conv as lean
+from lowtide.levels import Level, check_level
+from lowtide.reference import long_conv as plain
+
+
+def long_conv(
+    u: Tensor,
+    k: Tensor,
+    skip: Tensor | None = None,
+    *,
+    k_reverse: Tensor | None = None,
+    recompute: Level = "pointwise",
+    exact_causal: bool = False,
+    tile_bytes: int | None = None,
+) -> Tensor:
+    """y[t] = sum_j k[j] u[t-j] + sum_j k_reverse[j] u[t+j+1] + skip * u[t].
+
+    Args:
+        u: (B, H, L), any floating dtype and strides; half precision is computed in float32, float64 in float64.
+        k: (H, K) or (C, H, K), any K; taps past L do not matter and get gradient 0.
+        skip: (H,) or (C, H).
+        k_reverse: as k, any length; tap j has lag -(j+1).
+        recompute: "none" is ordinary autograd; the other levels are one and the same here.
+        exact_causal: confine NaN, Inf and the rounding of huge values to the present and future of the sample that
+            brings them; about log2(L) times the work. Not with k_reverse.
+        tile_bytes: bound for one buffer of real rows in a tile of the lean form (about seven live at once).
+
+    Returns:
+        (B, H, L), or (B, C, H, L) for a k with channels, in u's dtype.
+
+    Saved: B H L itemsize for u, and k, k_reverse, skip; no spectrum. Double backward is supported.
+    Raises:
+        ArgumentError: shapes or dtypes that do not fit, an unknown level, exact_causal with k_reverse.
+    """
+    where = "long_conv"
+    level = check_level(recompute, where)
+    _check(u, k, skip, k_reverse, where)
+    if exact_causal and k_reverse is not None:
+        got = "exact_causal=True and k_reverse"
+        raise ArgumentError(
+            describe(expected="a causal kernel alone", got=got, where=where, fix="leave one of them out")
+        )
+    if tile_bytes is not None and tile_bytes < 1:
+        raise ArgumentError(describe(expected="tile_bytes >= 1, or None", got=repr(tile_bytes), where=where))
+    if u.shape[-1] == 0:
+        return u.clone() if k.dim() == 2 else u.unsqueeze(1).expand(-1, k.shape[0], -1, -1).clone()
+    function = plain.long_conv if level == "none" else lean.long_conv
+    return function(u, k, skip, k_reverse=k_reverse, exact_causal=exact_causal, tile_bytes=tile_bytes)
+
+
+def _check(u: Tensor, k: Tensor, skip: Tensor | None, k_reverse: Tensor | None, where: str) -> None:
+    def shape(x: Tensor) -> str:
+        return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+    if u.dim() != 3 or not u.is_floating_point():
+        raise ArgumentError(describe(expected="u (B, H, L) of a floating dtype", got=shape(u), where=where))
+    H = u.shape[1]
+    if k.dim() not in (2, 3) or k.shape[-2] != H or not k.is_floating_point() or k.device != u.device:
+        expected = f"k ({H}, K) or (C, {H}, K), floating, on {u.device}"
+        raise ArgumentError(describe(expected=expected, got=shape(k), where=where))
+    for name, x, wanted in (("skip", skip, k.shape[:-1]), ("k_reverse", k_reverse, (*k.shape[:-1], "R"))):
+        if x is None:
+            continue
+        lead = x.shape[: k.dim() - 1]
+        if x.dim() != len(wanted) or lead != k.shape[:-1] or not x.is_floating_point() or x.device != u.device:
+            expected = f"{name} ({', '.join(map(str, wanted))}), floating, on {u.device}"
+            raise ArgumentError(describe(expected=expected, got=shape(x), where=where))
