@@ -3,4 +3,5 @@
 from lowtide.dense_functions import dense_block as dense_block
 from lowtide.dense_functions import stem as stem
 from lowtide.dense_functions import transition as transition
+from lowtide.norm_act_conv_functions import norm_act_conv as norm_act_conv
 from lowtide.sgconv_functions import long_conv as long_conv
