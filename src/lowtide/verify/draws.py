@@ -90,11 +90,11 @@ class DrawRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not _is_draw(func):
             return func(*args, **(kwargs or {}))
-        before = torch.get_rng_state()
+        name, before = _name(func), torch.get_rng_state()
         out = func(*args, **(kwargs or {}))
         # scaled_dot_product_attention carries the tag even where its dropout is off
-        if _tensors(out)[0].is_cuda or not torch.equal(before, torch.get_rng_state()):
-            self.draws.append(Draw(_name(func), tuple(t.detach().clone() for t in _tensors(out))))
+        if _is_pure(name) or _tensors(out)[0].is_cuda or not torch.equal(before, torch.get_rng_state()):
+            self.draws.append(Draw(name, tuple(t.detach().clone() for t in _tensors(out))))
         return out
 
 

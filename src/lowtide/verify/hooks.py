@@ -13,7 +13,7 @@ from lowtide.verify.exact import RULE, run_reference
 from lowtide.verify.findings import Findings
 from lowtide.verify.report import Row
 from lowtide.verify.rule import judge, largest_gradient
-from lowtide.verify.run import Phase, RunError, Setting, run
+from lowtide.verify.run import Phase, Record, RunError, Setting, run
 from lowtide.verify.subject import State, Subject
 from lowtide.verify.trees import is_inexact, leaves
 
@@ -84,30 +84,47 @@ def check_hooks(
     names = [name for name in near_top(reference) if name in candidate.submodules()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a lean block may say that it runs plain under hooks: nobody asked here
-        few = _first_samples(setting)
-        tries = [(setting, True), (setting, False)] if few is None else [(few, True), (few, False), (setting, False)]
-        note = ""
-        for tried, backward_hooks in tries:
-            reference.load(state)
-            expected = HookView({name: reference.submodules()[name] for name in names}, backward_hooks)
+        for backward_hooks in (True, False):
+            found = _reference_view(reference, names, state, phase, setting, backward_hooks)
+            if isinstance(found, str):
+                if not backward_hooks:
+                    findings.report.notes.append(f"hooks not checked: {found}")
+                continue
+            oracle, expected, used = found
+            candidate.load(state)
+            got = HookView({name: candidate.submodules()[name] for name in names}, backward_hooks)
             try:
-                oracle = run_reference(reference, phase, tried, observer=expected)
-                break
-            except ArgumentError as error:
-                expected.backward_done()
-                note = f"hooks not checked: {error}"
-        else:
-            findings.report.notes.append(note)
+                run(candidate, phase, used, observer=got)
+            except RunError as error:
+                findings.candidate_raised(error, RULE.label, candidate, kind="hook")
+                continue  # without backward hooks it may run, and show where
+            finally:
+                got.backward_done()
+            _judge(names, phase, oracle, expected, got, findings)
             return
-        candidate.load(state)
-        got = HookView({name: candidate.submodules()[name] for name in names}, backward_hooks)
+
+
+def _reference_view(
+    reference: Subject, names: list[str], state: State, phase: Phase, setting: Setting, backward_hooks: bool
+) -> tuple[Record, HookView, Setting] | str:
+    """What the reference's hooks see, on two samples if it runs with so few; or why it does not run hooked."""
+    few = _first_samples(setting)
+    reason = ""
+    for used in [setting] if few is None else [few, setting]:
+        reference.load(state)
+        view = HookView({name: reference.submodules()[name] for name in names}, backward_hooks)
         try:
-            run(candidate, phase, tried, observer=got)
-        except RunError as error:
-            findings.candidate_raised(error, RULE.label, candidate, kind="hook")
-            return
+            return run_reference(reference, phase, used, observer=view), view, used
+        except ArgumentError as error:
+            reason = str(error)
         finally:
-            got.backward_done()
+            view.backward_done()
+    return reason
+
+
+def _judge(
+    names: list[str], phase: Phase, oracle: Record, expected: HookView, got: HookView, findings: Findings
+) -> None:
     called = [name for name in names if expected.outputs[name]]
     silent = [name or "the network itself" for name in called if not got.outputs[name]]
     if silent:
@@ -119,7 +136,7 @@ def check_hooks(
             rows += _compare(name, phase, expected, got, largest)
     findings.add(rows)
     failed = [row for row in rows if not row.ok]
-    if failed and findings.report.first_module is None:
+    if failed:
         findings.report.first_module = failed[0].name
 
 

@@ -25,6 +25,7 @@ from lowtide.verify.subject import Subject
 from lowtide.verify.watch import CallOrder, CallView, Watch
 
 FORWARD_KINDS: tuple[Kind, ...] = ("output", "eval_output", "requires_grad", "input_changed")
+RNG_KINDS: tuple[Kind, ...] = ("rng",)
 BACKWARD_KINDS: tuple[Kind, ...] = ("input_grad", "param_grad", "missing_grad")
 PARAMETER = "parameter "  # how a changed parameter is named among the changed inputs
 RunWatched = Callable[[Observer], Record]
@@ -59,12 +60,13 @@ def first_departing(scene: Scene, failures: list[Failure], called: list[str]) ->
     `called` is `call_order(scene)`.
     """
     here = [f for f in failures if f.phase == scene.phase.name]
-    for group in (FORWARD_KINDS, BACKWARD_KINDS):
+    for group in (FORWARD_KINDS, BACKWARD_KINDS, RNG_KINDS):
         members = [f for f in here if f.kind in group]
         if members:
             if members[0].name.startswith(PARAMETER):
                 return owner(members[0].name.removeprefix(PARAMETER))
-            return _descend(scene, group, called)
+            found = _descend(scene, group, called)
+            return found or None if group == RNG_KINDS else found  # drawn in the backward, or outside every module
     buffers = [f for f in failures if f.kind == "buffer"]
     return owner(buffers[0].name) if buffers else None
 
@@ -83,7 +85,7 @@ def _descend(scene: Scene, group: tuple[Kind, ...], called: list[str]) -> str:
             look = _look(scene, names) if names else None
             if look is None or not _still_fails(scene, look, group):
                 return found
-            step = _forward_step(scene, look) if group == FORWARD_KINDS else _backward_step(scene, look)
+            step = _backward_step(scene, look) if group == BACKWARD_KINDS else _forward_step(scene, look)
             if step is None:
                 return found
             found = step
@@ -161,9 +163,15 @@ def _paired(look: _Look) -> list[_Calls]:
 
 def _forward_step(scene: Scene, look: _Look) -> str | None:
     for calls in _paired(look):
-        changed = calls.ours.inputs_changed and not calls.oracle.inputs_changed
-        flags = calls.oracle.output_requires_grad != calls.ours.output_requires_grad
-        if _agree(scene, calls, "inputs") and (changed or flags or not _agree(scene, calls, "outputs")):
+        ours, twin = calls.ours, calls.plain or calls.oracle
+        departs = (
+            (ours.inputs_changed and not twin.inputs_changed)
+            or ours.output_requires_grad != twin.output_requires_grad
+            or ours.generator_after != twin.generator_after
+            or not _agree(scene, calls, "outputs")
+        )
+        same_start = ours.generator_before == twin.generator_before and _agree(scene, calls, "inputs")
+        if departs and same_start:
             return calls.oracle.module
     return None
 
@@ -173,6 +181,11 @@ def _backward_step(scene: Scene, look: _Look) -> str | None:
     plain = look.plain[0] if look.plain else None
     rows = compare(scene.phase.name, scene.rule, look.oracle[0], look.ours[0], plain, eval_mode=not scene.phase.train)
     wrong_parameters = [row.name for row in rows if row.kind in ("param_grad", "missing_grad") and not row.ok]
+    missing = [row.name for row in rows if row.kind == "missing_grad"]
+    for calls in _paired(look):  # a graph that ends here: nothing comes back, neither to its parameters
+        cut = calls.oracle.output_requires_grad != calls.ours.output_requires_grad
+        if cut and any(parameter.startswith(f"{calls.oracle.module}.") for parameter in missing):
+            return calls.oracle.module
     for calls in sorted(_paired(look), key=lambda c: -c.oracle.started):
         name = calls.oracle.module
         own = any(parameter.startswith(f"{name}.") for parameter in wrong_parameters)

@@ -28,6 +28,7 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 SHOWN_PER_KIND = 12
+CONSEQUENCES_PER_KIND = 3
 
 
 @dataclass(frozen=True)
@@ -143,12 +144,13 @@ class ParityReport:
         from rich.console import Console
 
         text = io.StringIO()
-        console = Console(file=text, width=140, color_system=None, highlight=False, markup=False, emoji=False)
+        console = Console(file=text, width=240, color_system=None, highlight=False, markup=False, emoji=False)
         console.print(f"reference {self.reference}\ncandidate {self.candidate}")
         console.print(_summary_table(summarise(self.rows)))
-        for title, failures in (("failures", self.failures), ("which follow from these", self.consequences)):
-            if failures:
-                console.print(_failure_table(title, failures))
+        if self.failures:
+            console.print(_failure_table("failures", self.failures, SHOWN_PER_KIND))
+        if self.consequences:
+            console.print(_failure_table("which follow from these", self.consequences, CONSEQUENCES_PER_KIND))
         for failure in self.failures:
             if failure.traceback:
                 console.print(f"the candidate's traceback ({failure.phase}):\n{failure.traceback.rstrip()}")
@@ -233,7 +235,7 @@ def _summary_table(summaries: list[Summary]):
     return table
 
 
-def _failure_table(title: str, failures: list[Failure]):
+def _failure_table(title: str, failures: list[Failure], shown: int):
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -241,7 +243,7 @@ def _failure_table(title: str, failures: list[Failure]):
         table.add_column(name, overflow="fold")
     for kind in dict.fromkeys(f.kind for f in failures):
         members = [f for f in failures if f.kind == kind]
-        for f in members[:SHOWN_PER_KIND]:
+        for f in members[:shown]:
             at = "" if f.index is None else str(list(f.index))
             step = f"{f.phase} ({f.dtype})"
             table.add_row(
@@ -249,6 +251,6 @@ def _failure_table(title: str, failures: list[Failure]):
             )
             if f.message:
                 table.add_row("", f"  {f.message}")
-        if len(members) > SHOWN_PER_KIND:
-            table.add_row(kind, f"... and {len(members) - SHOWN_PER_KIND} more")
+        if len(members) > shown:
+            table.add_row(kind, f"... and {len(members) - shown} more")
     return table

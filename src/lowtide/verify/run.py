@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,17 +112,18 @@ class Cotangents:
         """The same numbers for the same name and shape, in `output`'s dtype."""
         key = (name, tuple(output.shape))
         if key not in self._made:
-            generator = torch.Generator().manual_seed(self._seed + len(self._made))
+            # numpy's, so that a mode that records or replays torch's random numbers does not meet them
+            generator = np.random.default_rng((self._seed, len(self._made)))
             parts = [self._draw(output, generator) for _ in range(2 if output.is_complex() else 1)]
             self._made[key] = torch.complex(*parts) if output.is_complex() else parts[0]
         return self._made[key].to(output.device, output.dtype)
 
     @staticmethod
-    def _draw(output: Tensor, generator: torch.Generator) -> Tensor:
-        size = torch.randint(4, 33, output.shape, generator=generator)
-        sign = torch.randint(0, 2, output.shape, generator=generator) * 2 - 1
+    def _draw(output: Tensor, generator: np.random.Generator) -> Tensor:
+        shape = tuple(output.shape)
+        signed = generator.integers(4, 33, shape) * generator.choice([-1, 1], shape)
         scale = 2.0 ** -round(math.log2(max(1, output.numel())) / 2)
-        return (size * sign).to(torch.float64) / 16 * scale
+        return torch.as_tensor(signed, dtype=torch.float64) / 16 * scale
 
 
 def run(

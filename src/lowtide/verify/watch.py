@@ -25,6 +25,8 @@ class CallView:
     input_grads: Tensors = field(default_factory=dict)
     output_grads: Tensors = field(default_factory=dict)
     inputs_changed: bool = False
+    generator_before: int = 0  # a digest of torch's generator
+    generator_after: int = 0
 
 
 class CallOrder:
@@ -71,7 +73,7 @@ class Watch:
         def hook(module: nn.Module, args: tuple, kwargs: dict):
             if not self._forward:
                 return None
-            call = CallView(name, self._tick())
+            call = CallView(name, self._tick(), generator_before=_generator_digest())
             self.calls[name].append(call)
             # an alias of each input, so that its gradient is this module's contribution alone
             args, kwargs = map_tensors((args, kwargs), _alias)  # type: ignore[misc]
@@ -92,6 +94,7 @@ class Watch:
                 return
             call = next(c for c in reversed(self.calls[name]) if c.finished < 0)
             call.finished = self._tick()
+            call.generator_after = _generator_digest()
             given = self._given[name].pop()
             call.inputs_changed = any(not torch.equal(given[path].detach(), call.inputs[path]) for path in given)
             for path, leaf in leaves(output, "output").items():
@@ -115,6 +118,10 @@ class Watch:
         """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
+
+
+def _generator_digest() -> int:
+    return hash(torch.get_rng_state().numpy().tobytes())
 
 
 def _alias(t: Tensor) -> Tensor:
