@@ -14,16 +14,19 @@ from lowtide.errors import LowtideError
 T = TypeVar("T")
 
 
-def parse(prog: str, target: Callable[..., T], args: Sequence[str], default: T | None = None) -> T:
+def parse(
+    prog: str, target: Callable[..., T], args: Sequence[str], default: T | None = None, flag_pairs: bool = False
+) -> T:
     """Call `target` (a dataclass, or a function that only records its arguments) with the values of the flags.
 
-    default: values for the flags that are not given, instead of the target's own.
+    default: values for the flags that are not given, instead of the target's own. flag_pairs: each switch is --name
+    and --no-name, whatever its default is; otherwise only the one that changes it exists.
 
     Raises:
         LowtideError: the flags cannot be parsed. SystemExit(0) after --help.
     """
     complaint = io.StringIO()
-    config = (tyro.conf.FlagCreatePairsOff,)
+    config = () if flag_pairs else (tyro.conf.FlagCreatePairsOff,)
     try:
         with contextlib.redirect_stderr(complaint):
             start: dict[str, Any] = {} if default is None else {"default": default}

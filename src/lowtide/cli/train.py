@@ -35,14 +35,14 @@ class DenseNetFlags(DenseNetOptions):
 
 def densenet(prog: str, args: Sequence[str]) -> None:
     """Train. Options of a resumed run come from its folder; a flag that differs from them is refused."""
-    flags = parse(prog, DenseNetFlags, args)
+    flags = parse(prog, DenseNetFlags, args, flag_pairs=True)
     run = Run(flags.out or Path("runs") / run_name(flags))
     options = _options(flags)
     if flags.resume:
         saved = DenseNetOptions.from_json(run.options(KIND), str(run.folder))
         # parsed again with the saved options as defaults: what differs now was given on the command line
         defaults = DenseNetFlags(**dataclasses.asdict(saved), out=flags.out)
-        options = _options(parse(prog, DenseNetFlags, args, default=defaults))
+        options = _options(parse(prog, DenseNetFlags, args, default=defaults, flag_pairs=True))
         check_unchanged(saved, options, str(run.folder))
     finished = run.summary() if flags.resume else None
     try:

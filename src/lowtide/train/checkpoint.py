@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(describe(expected="a checkpoint", got="no such file", where=str(path)))
     try:
+        # torch itself does not compare the checksums that it writes
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"the checksum of {damaged} is wrong")
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, KeyError, ValueError) as error:
+    except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         got = f"{path.stat().st_size} bytes that do not read ({reason})"
         raise CheckpointError(describe(expected="a whole checkpoint", got=got, where=str(path))) from None

@@ -72,12 +72,14 @@ class DenseNetOptions(TrainOptions):
     """A 3x3 stem without pooling (default: yes for bc, no for the others)."""
     drop_rate: float = 0.0
     """Dropout after each layer (the paper: 0.2 without augmentation)."""
+    channels_last: bool = False
+    """Store convolution weights and maps channels-last (faster on some machines; rounding differs)."""
     momentum: float = 0.9
     """Nesterov momentum."""
     recompute: Level = "pointwise"
     """Memory level: none (plain), pointwise, layer, block. Same numbers, less memory."""
 
-    changeable = TrainOptions.changeable | {"data_dir", "download", "recompute"}
+    changeable = TrainOptions.changeable | {"data_dir", "download", "recompute", "channels_last"}
 
     def check(self) -> None:
         super().check()
@@ -160,7 +162,8 @@ def build_model(options: DenseNetOptions, n_classes: int, preprocessing: Preproc
             )
         )
     dtype = torch.float64 if options.precision == "float64" else torch.float32
-    return model.to(choose_device(options.device), dtype)
+    model = model.to(choose_device(options.device), dtype)
+    return model.to(memory_format=torch.channels_last) if options.channels_last else model
 
 
 def build_optimizer(model: nn.Module, options: DenseNetOptions, n_steps: int) -> tuple[SGD, MultiStepLR]:

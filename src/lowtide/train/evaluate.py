@@ -29,8 +29,8 @@ def evaluate(
     precision: Precision = "float32",
     workers: int = 0,
 ) -> Evaluation:
-    """Run `model` in eval mode without gradients over every sample once; its mode is put back."""
-    was_training = model.training
+    """Run `model` in eval mode without gradients over every sample once; its modules' modes are put back."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     device = model_device(model)
     loss_sum, errors, n_targets = 0.0, 0, 0
@@ -41,7 +41,8 @@ def evaluate(
             loss_sum += float(scores.loss_sum)
             errors += int(scores.errors)
             n_targets += batch.n_targets
-    model.train(was_training)
+    for module, training in modes:
+        module.training = training
     return Evaluation(loss_sum / n_targets, 100 * errors / n_targets, n_targets)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from lowtide.errors import CheckpointError, describe
+from lowtide.errors import ArgumentError, CheckpointError, describe
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         CheckpointError: the disk is full, or not writable; what was at `path` before is still there.
     """
     temporary = path.with_name(f"{path.name}.partial")
-    try:
+    with writing(path):
         try:
             with temporary.open("wb") as file:
                 yield file
@@ -33,6 +33,13 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an `OSError` of the block into a `CheckpointError` that names the file and what to do."""
+    try:
+        yield
     except OSError as error:
         kept = "; the earlier file is unharmed" if path.exists() else ""
         raise CheckpointError(
@@ -43,6 +50,19 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
                 fix="free some space, then continue with --resume",
             )
         ) from None
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it; it may exist.
+
+    Raises:
+        ArgumentError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        got = error.strerror
+        raise ArgumentError(describe(expected="a folder that can be made", got=got, where=str(folder))) from None
 
 
 def _flush_folder(folder: Path) -> None:

@@ -7,14 +7,17 @@ after the last checkpoint is not there twice.
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
 from lowtide.errors import CheckpointError, describe
+from lowtide.train.files import writing
 
 Row = dict[str, int | float | str | None]
 
@@ -38,9 +41,13 @@ class RunLog:
     """Appends rows to the two files of a folder; `lengths` says where a checkpoint left them (None: start anew)."""
 
     def __init__(self, folder: Path, lengths: dict[str, int] | None = None) -> None:
+        self._folder = folder
         self._files: dict[str, IO[bytes]] = {}
-        for name in ("log.csv", "log.jsonl"):
-            self._files[name] = _open_at(folder / name, 0 if lengths is None else lengths[name])
+        with ExitStack() as opened:
+            for name in ("log.csv", "log.jsonl"):
+                file = _open_at(folder / name, 0 if lengths is None else lengths[name])
+                self._files[name] = opened.enter_context(file)
+            self._opened = opened.pop_all()
         if lengths is None:
             self._append("log.csv", _csv_line(EPOCH_COLUMNS))
 
@@ -52,21 +59,18 @@ class RunLog:
 
     def flush(self) -> dict[str, int]:
         """Bring all lines to the disk; the lengths to store in a checkpoint."""
-        for file in self._files.values():
-            os.fsync(file.fileno())
+        for name, file in self._files.items():
+            with writing(self._folder / name):
+                os.fsync(file.fileno())
         return {name: file.tell() for name, file in self._files.items()}
 
     def _append(self, name: str, text: str) -> None:
         # unbuffered: a line is in the file as soon as the call returns, so a kill loses none
         content = text.encode()
-        try:
+        with writing(self._folder / name):
             written = self._files[name].write(content)
-            reason = f"{written} of {len(content)} bytes written"
-        except OSError as error:
-            written, reason = 0, error.strerror or str(error)
-        if written != len(content):
-            fix = "free some space, then continue with --resume"
-            raise CheckpointError(describe(expected="to write the log", got=reason, where=name, fix=fix))
+            if written != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def __enter__(self) -> Self:
         return self
@@ -74,8 +78,7 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in self._files.values():
-            file.close()
+        self._opened.close()
 
 
 def _open_at(path: Path, length: int) -> IO[bytes]:

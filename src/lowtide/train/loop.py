@@ -100,8 +100,8 @@ def train(
     device = model_device(model)
     plan = EpochPlan(len(data.train), options.batch_size, options.seed, options.accumulate)
     position = Position()
-    # dropout and whatever else the model draws: from here on the global generator is the model's alone
-    torch.manual_seed(derive_seed(options.seed, "train"))
+    # dropout and whatever else the model draws: from here on the global generators are the model's alone
+    rng.seed(derive_seed(options.seed, "train"))
 
     saved = run.load_last()
     if saved is not None:

@@ -45,6 +45,13 @@ class Reporter:
     ) -> None: ...
 
 
+class NoteReporter(Reporter):
+    """Prints the notes alone, on stderr."""
+
+    def note(self, text: str) -> None:
+        Console(stderr=True, highlight=False).print(text, soft_wrap=True, markup=False)
+
+
 class TerminalReporter(Reporter):
     """A bar for the epoch in hand and a line per epoch, on stderr, so that stdout holds results alone."""
 

@@ -9,6 +9,13 @@ import numpy as np
 import torch
 
 
+def seed(value: int) -> None:
+    """Start all of them anew; `value` is below 2**63."""
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value % 2**32)  # noqa: NPY002
+
+
 def capture() -> dict[str, Any]:
     """Plain tensors, numbers and tuples, so that they load without running code."""
     kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (the global one is what may be used)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lowtide.errors import ArgumentError, CheckpointError, describe
 from lowtide.train.checkpoint import load_checkpoint, save_checkpoint
-from lowtide.train.files import replacing
+from lowtide.train.files import make_folder, replacing
 from lowtide.train.log import RunLog
 
 OPTIONS = "options.json"
@@ -40,7 +40,9 @@ class Run:
         """Raise `ArgumentError` if starting a run here would overwrite something that was not offered."""
         if not self.folder.exists():
             return
-        if not self.folder.is_dir() or (any(self.folder.iterdir()) and not self.exists):
+        # a run that was killed while it was created is no run yet, and nothing of value
+        begun = self._options.with_name(f"{OPTIONS}.partial")
+        if not self.folder.is_dir() or (set(self.folder.iterdir()) - {begun} and not self.exists):
             got = "something else of that name"
             raise ArgumentError(describe(expected="a new folder or a run's folder", got=got, where=str(self.folder)))
         if self.exists and not overwrite:
@@ -58,12 +60,7 @@ class Run:
         self.check_free(overwrite)
         if self.exists:
             shutil.rmtree(self.folder)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ArgumentError(
-                describe(expected="a folder that can be made", got=error.strerror, where=str(self.folder))
-            ) from None
+        make_folder(self.folder)
         self._write(self._options, {"kind": kind, "options": json.loads(options)})
 
     def options(self, kind: str) -> str:
