@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from lowtide.errors import ArgumentError, describe
@@ -122,3 +122,6 @@ class LayerForm:
         check_choice(self.postact, (None, *get_args(Postact)), "postact", where)
         if not 0.0 <= self.drop_rate < 1.0:
             raise ArgumentError(describe(expected="0 <= dropout < 1", got=repr(self.drop_rate), where=where))
+
+    def without_dropout(self) -> LayerForm:
+        return self if self.drop_rate == 0 else replace(self, drop_rate=0.0)

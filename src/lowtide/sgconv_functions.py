@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from lowtide.errors import ArgumentError, describe
+from lowtide.errors import ArgumentError, UnsupportedError, describe
 from lowtide.lean import long_conv as lean
+from lowtide.lean import sgconv as lean_layer
+from lowtide.lean import sgconv_kernel as lean_kernel
 from lowtide.levels import Level, check_level
 from lowtide.reference import long_conv as plain
+from lowtide.reference import sgconv as plain_layer
+from lowtide.reference import sgconv_kernel as plain_kernel
+from lowtide.sgconv_form import KernelForm, LayerForm
+
+kernel_norm = lean_kernel.kernel_norm
 
 
 def long_conv(
@@ -72,3 +82,74 @@ def _check(u: Tensor, k: Tensor, skip: Tensor | None, k_reverse: Tensor | None, 
         if x.dim() != len(wanted) or lead != k.shape[:-1] or not x.is_floating_point() or x.device != u.device:
             expected = f"{name} ({', '.join(map(str, wanted))}), floating, on {u.device}"
             raise ArgumentError(describe(expected=expected, got=shape(x), where=where))
+
+
+def sgconv_kernel(
+    pieces: Sequence[Tensor],
+    multiplier: Tensor,
+    decay: Tensor | None,
+    norm: Tensor | None,
+    form: KernelForm,
+    length: int,
+    *,
+    recompute: Level = "pointwise",
+) -> Tensor:
+    """The first `length` taps (C, H, length) of an SGConv kernel; arguments as `lowtide.lean.sgconv_kernel`.
+
+    Raises:
+        ArgumentError: an unknown level, or a negative length.
+        UnsupportedError: at a lean level, a gradient for multiplier or norm, or a second derivative.
+    """
+    where = "sgconv_kernel"
+    level = check_level(recompute, where)
+    if length < 0:
+        raise ArgumentError(describe(expected="length >= 0", got=repr(length), where=where))
+    function = plain_kernel.sgconv_kernel if level == "none" else lean_kernel.sgconv_kernel
+    return function(pieces, multiplier, decay, norm, form, length)
+
+
+def sgconv(
+    u: Tensor,
+    pieces: Sequence[Tensor],
+    multiplier: Tensor,
+    decay: Tensor | None,
+    norm: Tensor,
+    skip: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    valid: Tensor | None = None,
+    *,
+    form: LayerForm,
+    recompute: Level = "pointwise",
+    tile_bytes: int | None = None,
+) -> Tensor:
+    """The SGConv layer: convolution, skip, activation, dropout, norm, output map. Arguments as `lowtide.lean.sgconv`.
+
+    Saved: 1 U at "layer" and "block" (U: the bytes of u), 1 + channels U at "pointwise", parameters on top.
+    Raises:
+        ArgumentError: an unknown level, an input of another shape, dtype or device than the parameters ask for.
+        UnsupportedError: at a lean level, a gradient for multiplier or norm, or a second derivative.
+    """
+    where = "sgconv"
+    level = check_level(recompute, where)
+    H, axes = skip.shape[1], "(B, H, L)" if form.transposed else "(B, L, H)"
+    if u.dim() != 3 or u.shape[1 if form.transposed else 2] != H or not u.is_floating_point():
+        got = f"{tuple(u.shape)} {str(u.dtype).removeprefix('torch.')}"
+        raise ArgumentError(describe(expected=f"u {axes} with H = {H}, floating", got=got, where=where))
+    if u.device != skip.device:
+        fix = "move the input or the layer"
+        raise ArgumentError(describe(expected=f"u on {skip.device}", got=str(u.device), where=where, fix=fix))
+    if weight is not None and weight.dtype != u.dtype and not torch.is_autocast_enabled(u.device.type):
+        fix = "cast one of them, or use torch.autocast"
+        raise ArgumentError(describe(expected=f"u in {weight.dtype}", got=str(u.dtype), where=where, fix=fix))
+    if u.shape[1] * u.shape[2] == 0:
+        raise ArgumentError(describe(expected="a length of at least 1", got=str(tuple(u.shape)), where=where))
+    arguments = (u, pieces, multiplier, decay, norm, skip, weight, bias, norm_weight, norm_bias, valid)
+    if level == "none":
+        return plain_layer.sgconv(*arguments, form=form)
+    if torch.is_grad_enabled() and (multiplier.requires_grad or norm.requires_grad):
+        expected, got = "constant multiplier and norm", "requires_grad=True"
+        raise UnsupportedError(describe(expected=expected, got=got, where=where, fix="use recompute='none'"))
+    return lean_layer.sgconv(*arguments, form=form, recompute=level, tile_bytes=tile_bytes)

@@ -198,7 +198,7 @@ def convolve_backward(
 ) -> None:
     """Write du[s] = sum_lag k[lag] dy[s + lag] and hand dk[lag] = sum_b,t dy[t] u[t - lag] to `sink`, tile by tile.
 
-    One transform of dy serves both. `du_BHL` may be the memory of `dy_BCHL` (C = 1): a tile is read before it is written.
+    One transform of dy serves both. `du_BHL` may be the memory of `dy_BCHL` (C = 1): all is read before it is written.
     """
     scratch = Scratch(u_BHL.device, dtype)
     N, F = plan.N, plan.N // 2 + 1

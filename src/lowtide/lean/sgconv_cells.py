@@ -1,7 +1,7 @@
 """Stretched pieces as rows of cells: on each cell of r taps the kernel is a straight line.
 
-So a piece is written by one product and one sum, and the adjoint is two sums per cell. `align_corners` and `drop_last` break
-off the grid of r taps; they are written number by number.
+So a piece is written by one product and one sum, and the adjoint is two sums per cell. `align_corners` and `drop_last`
+break off the grid of r taps; they are written number by number.
 
     d numbers per piece, r stretch, n taps to write; leading axes are free
 """
@@ -20,7 +20,7 @@ from lowtide.sgconv_form import KernelForm
 
 @dataclass(frozen=True)
 class Scale:
-    """Where piece `index` lies: its stretch, first tap and power of the multiplier, and how many of its taps are needed."""
+    """Where piece `index` lies: its stretch, first tap, power of the multiplier; how many of its taps are needed."""
 
     index: int
     stretch: int

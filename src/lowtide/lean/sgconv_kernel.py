@@ -171,7 +171,7 @@ def second_derivative(where: str) -> UnsupportedError:
 
 
 def kernel_norm(pieces: Sequence[Tensor], multiplier: Tensor, decay: Tensor | None, form: KernelForm) -> Tensor:
-    """L2 norm (C, H, 1) over the taps of the full raw kernel, without gradient; summed in float64, a few features at a time."""
+    """L2 norm (C, H, 1) over all taps of the raw kernel, without gradient; in float64, a few features at a time."""
     dtype = torch.promote_types(pieces[0].dtype, torch.float32)
     C, H, _ = pieces[0].shape
     result = pieces[0].new_empty(C, H, 1, dtype=dtype)

@@ -35,7 +35,9 @@ def long_conv(
     L = u.shape[-1]
     u_BCHL = u.unsqueeze(1).to(dtype)
     k_CHK = (k if channels else k.unsqueeze(0)).to(dtype)[..., :L]
-    if exact_causal:
+    if u_BCHL.numel() == 0:
+        y = u_BCHL * k_CHK.sum(-1, keepdim=True)  # the transform refuses an empty batch
+    elif exact_causal:
         y = _sum_directly(u_BCHL, k_CHK)
     else:
         lags = F.pad(k_CHK, (0, 2 * L - k_CHK.shape[-1]))

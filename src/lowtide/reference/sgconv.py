@@ -77,12 +77,12 @@ def _pointwise(
     assert weight is not None
     channel_dim = 1 if form.transposed else 2
     y = activate(y, form.activation)
-    if form.drop_rate > 0 and form.drop_channels:
+    if form.drop_rate > 0:
         keep = 1.0 - form.drop_rate
-        shape = (y.shape[0], y.shape[1], 1) if form.transposed else (y.shape[0], 1, y.shape[2])
+        shape = list(y.shape)
+        if form.drop_channels:
+            shape[3 - channel_dim] = 1
         y = y * (torch.empty(shape, dtype=torch.bool, device=y.device).bernoulli_(keep).to(y.dtype) / keep)
-    elif form.drop_rate > 0:
-        y = F.dropout(y, form.drop_rate)
     if form.norm_eps is not None:
         y = F.layer_norm(y.movedim(channel_dim, -1), (y.shape[channel_dim],), norm_weight, norm_bias, form.norm_eps)
         y = y.movedim(-1, channel_dim)

@@ -1,0 +1,194 @@
+"""What follows the convolution of an SGConv layer, tile by tile: never both sides of an activation at once.
+
+B batch, D = C * H channels, L length, O output channels before GLU, T positions of a tile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowtide.sgconv_form import LayerForm
+
+# one tile fits the cores' L2 caches
+TILE_BYTES = 2 * 2**20
+
+
+@dataclass(frozen=True)
+class Call:
+    """Everything about one call that is not a tensor; it lives on the node."""
+
+    form: LayerForm
+    keep_preactivation: bool
+    tile_bytes: int | None
+    device_type: str
+    autocast: bool
+    autocast_dtype: torch.dtype
+
+    def pointwise_context(self) -> torch.autocast:
+        """The autocast state of the forward, also in the backward."""
+        return torch.autocast(self.device_type, self.autocast_dtype, enabled=self.autocast, cache_enabled=False)
+
+    def convolution_context(self) -> torch.autocast:
+        return torch.autocast(self.device_type, enabled=False)
+
+
+def draw_mask(p_BDL: Tensor, form: LayerForm, replay: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+    """(random state before the draw if it must be kept, bool mask in the layout of the output) of dropout."""
+    if form.linear or form.drop_rate == 0:
+        return None, None
+    B, D, L = p_BDL.shape
+    shape = (B, D, 1 if form.drop_channels else L)
+    if not form.transposed:
+        shape = (B, shape[2], shape[1])
+    device = p_BDL.device
+    generator, state = None, None
+    if replay is not None:
+        generator = torch.Generator(device)
+        generator.set_state(replay)
+    elif not form.drop_channels:
+        state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    mask = torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1.0 - form.drop_rate, generator=generator)
+    return state, mask
+
+
+def _tiles(B: int, D: int, L: int, itemsize: int) -> Iterator[tuple[slice, slice]]:
+    """Whole rows of the batch together where they are short, else stretches of one row."""
+    row = max(1, D * itemsize)
+    positions = max(1, TILE_BYTES // row)
+    rows = max(1, positions // max(1, L))
+    for b in range(0, B, rows):
+        for t in range(0, L, min(positions, max(1, L))):
+            yield slice(b, min(b + rows, B)), slice(t, min(t + positions, L))
+
+
+def _cut(x: Tensor | None, bs: slice, ts: slice, time_dim: int) -> Tensor | None:
+    if x is None:
+        return None
+    rows = x[bs]
+    return rows if rows.shape[time_dim] == 1 else rows.narrow(time_dim, ts.start, ts.stop - ts.start)
+
+
+def pointwise_forward(
+    p_BDL: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    valid: Tensor | None,
+    mask: Tensor | None,
+    call: Call,
+) -> Tensor:
+    """The layer's output; it takes the place of the pre-activation where that is not kept and has the same shape."""
+    form = call.form
+    if form.linear:
+        if valid is not None:
+            p_BDL.masked_fill_(~valid.unsqueeze(1), 0)
+        return p_BDL if form.transposed else p_BDL.transpose(1, 2).contiguous()
+    assert weight is not None
+    B, D, L = p_BDL.shape
+    out_channels = weight.shape[0] // (2 if form.postact == "glu" else 1)
+    time_dim = 2 if form.transposed else 1
+    with call.pointwise_context():
+        dtype = pointwise(p_BDL[:0, :, :1], weight, bias, norm_weight, norm_bias, None, form).dtype
+    if form.transposed and out_channels == D and dtype == p_BDL.dtype and not call.keep_preactivation:
+        y = p_BDL
+    else:
+        y = p_BDL.new_empty((B, out_channels, L) if form.transposed else (B, L, out_channels), dtype=dtype)
+    with call.pointwise_context():
+        for bs, ts in _tiles(B, D, L, p_BDL.element_size()):
+            part_mask = _cut(mask, bs, ts, time_dim)
+            part = pointwise(p_BDL[bs, :, ts], weight, bias, norm_weight, norm_bias, part_mask, form)
+            if valid is not None:
+                part.masked_fill_(~valid[bs, ts].unsqueeze(3 - time_dim), 0)
+            y[bs].narrow(time_dim, ts.start, ts.stop - ts.start).copy_(part)
+    return y
+
+
+def pointwise_backward(
+    p_BDL: Tensor,
+    dy: Tensor,
+    dp_BDL: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    need: Sequence[bool],
+    valid: Tensor | None,
+    mask: Tensor | None,
+    call: Call,
+) -> list[Tensor | None]:
+    """Write dp (it may be p's own memory) and return the gradients of weight, bias and the norm's two."""
+    form = call.form
+    B, D, L = p_BDL.shape
+    time_dim = 2 if form.transposed else 1
+    leaves = [
+        None if x is None else x.detach().requires_grad_(needed) for x, needed in zip(parameters, need, strict=True)
+    ]
+    totals: list[Tensor | None] = [
+        torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if x is not None and needed else None
+        for x, needed in zip(parameters, need, strict=True)
+    ]
+    weight = leaves[0]
+    assert weight is not None
+    for bs, ts in _tiles(B, D, L, p_BDL.element_size()):
+        dpart = dy[bs].narrow(time_dim, ts.start, ts.stop - ts.start)
+        if valid is not None:
+            dpart = dpart.masked_fill(~valid[bs, ts].unsqueeze(3 - time_dim), 0)
+        z = p_BDL[bs, :, ts].detach().requires_grad_(dp_BDL is not None)
+        with torch.enable_grad(), call.pointwise_context():
+            part = pointwise(z, weight, leaves[1], leaves[2], leaves[3], _cut(mask, bs, ts, time_dim), form)
+        wanted = [x for x in (z, *leaves) if x is not None and x.requires_grad]
+        if not wanted:
+            break
+        gradients = iter(torch.autograd.grad(part, wanted, dpart))
+        if dp_BDL is not None:
+            dp_BDL[bs, :, ts].copy_(next(gradients))
+        for total in totals:
+            if total is not None:
+                total += next(gradients)
+    return [None if t is None or x is None else t.to(x.dtype) for t, x in zip(totals, parameters, strict=True)]
+
+
+def pointwise(
+    p_BDT: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    mask: Tensor | None,
+    form: LayerForm,
+) -> Tensor:
+    """Everything behind the convolution, for some positions: (B, D, T) -> (B, H, T), or (B, T, H)."""
+    y = _activate(p_BDT, form.activation)
+    if not form.transposed:
+        y = y.transpose(1, 2)
+    channel_dim = 1 if form.transposed else 2
+    if mask is not None:
+        y = y * (mask.to(y.dtype) / (1.0 - form.drop_rate))
+    if form.norm_eps is not None:
+        y = F.layer_norm(y.movedim(channel_dim, -1), (y.shape[channel_dim],), norm_weight, norm_bias, form.norm_eps)
+        y = y.movedim(-1, channel_dim)
+    if not form.transposed:
+        y = F.linear(y, weight, bias)
+    else:
+        offset = weight.new_zeros(()) if bias is None else bias.unsqueeze(-1)
+        y = torch.baddbmm(offset, weight.expand(y.shape[0], -1, -1), y)
+    return F.glu(y, dim=channel_dim) if form.postact == "glu" else y
+
+
+def _activate(p: Tensor, name: str) -> Tensor:
+    match name:
+        case "gelu":
+            return F.gelu(p)
+        case "relu":
+            return torch.relu(p)
+        case "silu":
+            return F.silu(p)
+        case "tanh":
+            return torch.tanh(p)
+        case "sigmoid":
+            return torch.sigmoid(p)
+    assert name == "identity"
+    return p
