@@ -16,8 +16,10 @@ from lowtide.stream_functions import map_state as map_state
 from lowtide.stream_functions import reset_rows as reset_rows
 from lowtide.stream_functions import sgconv_block as sgconv_block
 from lowtide.stream_functions import stream_block as stream_block
+from lowtide.stream_functions import stream_block_length as stream_block_length
 from lowtide.stream_functions import stream_block_rows as stream_block_rows
 from lowtide.stream_functions import stream_filter as stream_filter
 from lowtide.stream_functions import stream_filter_of_taps as stream_filter_of_taps
 from lowtide.stream_functions import stream_state as stream_state
 from lowtide.stream_functions import stream_step as stream_step
+from lowtide.stream_functions import stream_working_numbers as stream_working_numbers

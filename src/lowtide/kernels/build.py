@@ -148,7 +148,7 @@ def _build(folder: Path) -> Path:
         try:
             cpp_extension.load(
                 _NAME,
-                [str(_SOURCES / "passes.cpp")],
+                [str(source) for source in sorted(_SOURCES.glob("*.cpp"))],
                 extra_cflags=list(_FLAGS),
                 extra_ldflags=[str(_torch_openmp())],
                 build_directory=str(folder),
