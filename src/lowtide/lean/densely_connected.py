@@ -13,8 +13,8 @@ Saved (bytes; "channel" = N * S * itemsize):
 Recomputed: each f_i once ("block": twice), one at a time, under the forward's random state, autocast and training
     flags. Buffers move once, in the forward. Forward hooks inside an f_i run in every run of it.
 Exactness: the f_i's own operators on the same values.
-Raises: ArgumentError for an f_i whose output does not fit; UnsupportedError for double backward, for an f_i that changes
-    its input in place or trains tensors that are not its parameters.
+Raises: ArgumentError for an f_i whose output does not fit; UnsupportedError for double backward, and for an f_i that
+    changes its input in place or trains tensors that are not its parameters.
 Source: Huang et al. 2017, arXiv 1608.06993, section 3; Pleiss et al. 2017, arXiv 1707.06990 (shared storage).
 """
 
@@ -124,18 +124,11 @@ def _forward(call: _Call, growths: list[int], x: Tensor, saved: list[Tensor]) ->
 
 
 def _check_output(out: Any, x: Tensor, i: int) -> None:
-    fits = (
-        isinstance(out, Tensor) and out.dim() == x.dim() and out.shape[0] == x.shape[0] and out.shape[2:] == x.shape[2:]
-    )
-    if not fits:
-        got = f"{tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-        raise ArgumentError(
-            describe(
-                expected=f"layer {i} to return new channels for a map {tuple(x.shape)}, of its size",
-                got=got,
-                where=_WHERE,
-            )
-        )
+    if isinstance(out, Tensor) and (out.shape[:1], out.shape[2:]) == (x.shape[:1], x.shape[2:]):
+        return
+    got = f"{tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+    expected = f"layer {i} to return new channels of the size of its map {tuple(x.shape)}"
+    raise ArgumentError(describe(expected=expected, got=got, where=_WHERE))
 
 
 class _DenselyConnected(torch.autograd.Function):

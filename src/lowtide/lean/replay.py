@@ -105,10 +105,13 @@ def replay(
     *,
     graph: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """module(x), with a graph if asked for, on stand-ins for its parameters (returned by name), touching no buffer and no generator."""
-    stand_ins = {
-        name: p.detach().requires_grad_(graph and p.requires_grad) for name, p in parameters_of(module).items()
-    }
+    """module(x), with a graph if asked for, on stand-ins for its parameters, which are returned by name.
+
+    Touches no buffer and no generator.
+    """
+    stand_ins = {name: p.detach() for name, p in parameters_of(module).items()}
+    for name, p in parameters_of(module).items():
+        stand_ins[name].requires_grad_(graph and p.requires_grad)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     buffers.update({name: saved[place].clone() for name, place in recording.buffers})
     with (
