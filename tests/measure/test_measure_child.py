@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +11,7 @@ from lowtide.measure import child
 from lowtide.measure.child import HighWater, run_in_child
 
 MIB = 2**20
+KERNEL = MIB  # Linux counts a process's pages in batches per core: its figures lag by some hundred KiB
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_every_figure_of_a_known_step(capfd: pytest.CaptureFixture[str]) -> None
     exact = times * numbers * 4
     assert figures["peak_bytes"] == exact
     assert figures["saved_bytes"] == figures["outside_autograd_bytes"] == 0
-    assert exact <= figures["high_water_bytes"] <= exact + 24 * MIB
-    assert exact <= figures["process_high_water_bytes"] <= exact + 24 * MIB
+    for name in ("high_water_bytes", "process_high_water_bytes"):
+        assert exact - KERNEL <= figures[name] <= exact + 24 * MIB
     assert figures["malloc_bytes"] == figures["process_high_water_bytes"] - figures["high_water_bytes"]
     assert len(figures["times"]) == steps
     assert min(figures["times"]) <= figures["seconds"] <= max(figures["times"])
@@ -90,10 +90,22 @@ def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         run_in_child("child_steps:threads")
 
 
-def test_a_high_water_of_start_up_is_not_taken_for_the_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_high_water_of_this_process() -> None:
+    del_me = bytearray(128 * MIB)  # written, then given back: the process was this large once
+    del del_me
+    high_water = HighWater()
+    assert high_water.over_base() < 32 * MIB
+    held = bytearray(64 * MIB)
+    assert 64 * MIB - KERNEL <= high_water.over_base() < 96 * MIB
+    del held
+    assert high_water.over_base() >= 64 * MIB - KERNEL, "a high-water does not fall"
+
+
+def test_a_high_water_of_start_up_is_not_taken_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where /proc/self/clear_refs cannot be written, the old high-water stays: only a larger one can be told."""
-    status = {"VmRSS": 100 * MIB, "VmHWM": 300 * MIB}
+    status = {"VmRSS": 100 * MIB, "VmHWM": 102 * MIB}
     monkeypatch.setattr(child, "_status_bytes", lambda name: status[name])
+    monkeypatch.setattr(child, "_reset_high_water", lambda: False)
     high_water = HighWater()
     with pytest.raises(UnsupportedError, match="measure a larger input"):
         high_water.over_base()

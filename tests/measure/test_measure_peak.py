@@ -83,6 +83,18 @@ def test_blocks_from_before_are_not_counted() -> None:
     assert measure(replace, repeats=1).peak_bytes == 2 * BYTES
 
 
+def test_blocks_of_an_earlier_measurement_are_not_counted() -> None:
+    # torch's profiler still knows their size, and reports it when a later measurement sees them freed
+    cache: list[Tensor] = []
+    assert measure(lambda: cache.append(torch.empty(N)), repeats=1).outside_autograd_bytes == BYTES
+
+    def replace() -> None:
+        cache.clear()
+        cache.append(torch.empty(3 * N))
+
+    assert measure(replace, repeats=1).peak_bytes == 3 * BYTES
+
+
 def test_peak_holders_name_module_operator_and_phase() -> None:
     net = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Flatten())
     m = measure(net, leaf(10, 100), repeats=1)

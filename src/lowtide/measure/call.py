@@ -92,7 +92,7 @@ def surroundings(fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.device.type == device.type and (tensor.device.index or 0) == (device.index or 0):
+    if tensor.device == device:
         return tensor
     moved = tensor.detach().to(device)
     return moved.requires_grad_(tensor.requires_grad)
@@ -135,6 +135,8 @@ def choose_device(fn: Callable[..., Any], args: Sequence[Any], device: str | tor
         )
     if chosen.type not in ("cpu", "cuda"):
         raise UnsupportedError(describe(expected="cpu or cuda", got=repr(str(chosen)), where=where))
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())
     elsewhere = next((p.device for p in state if p.device.type != chosen.type), None)
     if elsewhere is not None:
         fix = f"move the module first: module.to('{chosen}')"

@@ -14,7 +14,6 @@ Linux only: VmHWM of /proc/self/status, reset through /proc/self/clear_refs just
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import json
@@ -202,15 +201,13 @@ class HighWater:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc: give the holes of start-up back first
         if trim is not None:
             trim(0)
-        with contextlib.suppress(OSError):  # some containers forbid it: over_base() then tells whether it mattered
-            Path("/proc/self/clear_refs").write_text("5")
+        self._was_reset = _reset_high_water()
         self._base_bytes = _status_bytes("VmRSS")
         self._start_up_bytes = _status_bytes("VmHWM")
 
     def over_base(self) -> int:
         high_water = _status_bytes("VmHWM")
-        # after a reset the high-water is the size now; else it is the peak of start-up, which may hide the step's
-        if high_water == self._start_up_bytes and self._start_up_bytes > self._base_bytes * 1.05:
+        if not self._was_reset and high_water == self._start_up_bytes:
             raise UnsupportedError(
                 describe(
                     expected="/proc/self/clear_refs to be writable, or a step larger than the start-up",
@@ -220,6 +217,15 @@ class HighWater:
                 )
             )
         return high_water - self._base_bytes
+
+
+def _reset_high_water() -> bool:
+    """Set VmHWM to the size now; some containers forbid it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def _status_bytes(name: str) -> int:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+from lowtide.errors import ArgumentError, describe
+
 _STEPS = ("KiB", "MiB", "GiB", "TiB")
 
 
@@ -43,3 +47,17 @@ def format_count(count: float) -> str:
         if count < limit:
             return f"{count / factor:.3g}{unit}"
     return f"{count / 1e12:.3g} T"
+
+
+def parse_bytes(text: str, where: str) -> int:
+    """Bytes from text such as "500MiB", "1.5 GiB", "2GB" (powers of 1000) or "4096".
+
+    >>> parse_bytes("500MiB", "--memory"), parse_bytes("2 GB", "--memory"), parse_bytes("4096", "--memory")
+    (524288000, 2000000000, 4096)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?\s*", text.lower())
+    if match is None:
+        raise ArgumentError(describe(expected="a size such as 500MiB or 2GiB", got=repr(text), where=where))
+    number, step, binary = match.groups()
+    power = " kmgt".index(step) if step else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
