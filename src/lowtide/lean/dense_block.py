@@ -213,7 +213,7 @@ def grow(tools: Tools, x: Tensor, at: Affine, conv: Convolution, new: Tensor) ->
     bias = None if conv.bias is None else conv.bias.detach().to(tools.dtype)
     for images in image_tiles(n, c * s * weight.element_size(), tools.budget):
         part = x[images]
-        a = tools.scratch("z", *part.shape, rows=tools.bottleneck_rows)
+        a = tools.scratch("z", *part.shape, rows=is_rows(x))
         tools.kernels.scale_shift_act(part, at.scale, at.shift, "relu", a)
         new[images] = convolve(a, tools.spatial, weight, bias).flatten(2)
 
@@ -293,10 +293,9 @@ class _LayerBackward:
         assert slot.conv2 is not None
         needs_dz = needs_below or self._wants(slot.norm1)
         needs_dh = needs_dz or self._wants(slot.conv1)
-        tiles, sums, sums_x = self._through_conv3(
-            layer.conv2, slot.conv2, new, h, at2, needs_dh or self._wants(slot.norm2)
-        )
-        if not tiles:
+        needs_da = needs_dh or self._wants(slot.norm2)
+        tiles, sums, sums_x = self._through_conv3(layer.conv2, slot.conv2, new, h, at2, needs_da)
+        if not needs_da:
             return
         fix2 = correction(layer.norm2, at2, sums, sums_x, self.count, needs_dh)
         self._put_norm(slot.norm2, fix2.dgamma, fix2.dbeta)
@@ -385,7 +384,7 @@ class _LayerBackward:
             return
         for images in image_tiles(n, c * s * weight.element_size(), self.tools.budget):
             part = x[images]
-            rows = self.tools.bottleneck_rows
+            rows = is_rows(x)
             grad = self.tools.scratch("grad", part.shape[0], new.shape[1], s, rows=rows)
             grad.copy_(new[images])
             if dbias is not None:

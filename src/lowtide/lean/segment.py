@@ -288,14 +288,14 @@ def _backward(
     needs_features = needs_input or any(_wants_any(slot, want) for slot in slots)
     corrections = Corrections.zeros(features)
     grad: Tensor | None = None
-    if tail is None:
+    if needs_features:
+        # float32 beside half-precision features: until its mean is taken off at the end, the sum is larger than the
+        # gradient, and rounding it to half precision at every layer would cost digits that plain has
+        dtype = accumulation_dtype(features)
+        grad = new_map(features, n, channels, features.shape[2], rows=is_rows(features), dtype=dtype)
         # our own copy: the incoming gradient may be held by somebody else
-        grad = new_map(features, n, channels, features.shape[2], rows=is_rows(features), dtype=features.dtype)
-        grad.copy_(grad_out.flatten(2))
-    else:
-        if needs_features:
-            grad = new_map(features, n, channels, features.shape[2], rows=is_rows(features), dtype=features.dtype)
-            grad.zero_()
+        grad = grad.zero_() if tail is not None else grad.copy_(grad_out.flatten(2))
+    if tail is not None:
         at = norm_affine(tail.norm, statistics.features(channels), features)
         common = (statistics.count, corrections, want, put)
         if isinstance(tail, Transition):
