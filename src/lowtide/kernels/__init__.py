@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lowtide.errors import ArgumentError, describe
 from lowtide.kernels.build import BuildError
-from lowtide.kernels.interface import Activation, Kernels
+from lowtide.kernels.interface import Activation, Kernels, Normed
 from lowtide.kernels.native import NativeKernels
 from lowtide.kernels.tensor_calls import TensorCalls, accumulation_dtype
 
-__all__ = ["Activation", "Kernels", "TensorCalls", "accumulation_dtype", "select", "states"]
+__all__ = ["Activation", "Kernels", "Normed", "TensorCalls", "accumulation_dtype", "select", "states"]
 
 VARIABLE = "LOWTIDE_KERNELS"
 PROVIDERS = ("tensor", "native", "triton")

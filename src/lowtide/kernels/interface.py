@@ -14,11 +14,20 @@ A provider computes the same values as `tensor_calls` within rounding; it never 
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
 Activation = Literal["identity", "relu"]
+
+
+class Normed(NamedTuple):
+    """The gradient by a map y whose norm's backward is still to be done: scale * grad + slope * y + offset."""
+
+    y: Tensor
+    scale: Tensor
+    slope: Tensor
+    offset: Tensor
 
 
 class Kernels(Protocol):
@@ -62,4 +71,39 @@ class Kernels(Protocol):
 
     def affine_add_(self, grad: Tensor, scale: Tensor | None, x: Tensor, slope: Tensor, offset: Tensor) -> None:
         """In place grad = scale * grad + slope * x + offset per channel (scale None: 1)."""
+        ...
+
+    def fuses_mix(self, x: Tensor, out: Tensor) -> bool:
+        """Whether `norm_act_mix` and its backward take these maps in one sweep, with no temporary of the size of a map.
+
+        Otherwise they should be given small tiles.
+        """
+        ...
+
+    def norm_act_mix(self, x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, out: Tensor) -> None:
+        """out (N, K, S) = weight (K, C) times relu(scale * x + shift), x (N, C, S): norm, relu and 1x1 convolution."""
+        ...
+
+    def norm_act_mix_backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        mean: Tensor,
+        weight: Tensor,
+        *,
+        normed: Normed | None,
+        total: Tensor | None,
+        sums: Tensor | None,
+        sums_x: Tensor | None,
+        dweight: Tensor | None,
+    ) -> None:
+        """Backward of `norm_act_mix` by g = grad (N, K, S), or what `normed` makes of grad; grad may be overwritten.
+
+        With m = (weight^T g) * relu'(scale * x + shift):
+            total += scale * m; sums += sum(m); sums_x += sum(m * (x - mean));
+            dweight (K, C) += sum over images and positions of g times relu(scale * x + shift).
+        Each may be None, not to be computed; total needs sums. dweight is in the accumulation dtype.
+        """
         ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowtide.kernels.interface import Activation
+from lowtide.kernels.interface import Activation, Normed
 
 # A float64 copy of this many elements is 1 MiB: one tile of `batch_stats`.
 _STATS_TILE_NUMEL = 1 << 17
@@ -84,6 +84,44 @@ class TensorCalls:
             correction += grad * scale[:, None]
             grad.copy_(correction)
 
+    def fuses_mix(self, x: Tensor, out: Tensor) -> bool:
+        return False
+
+    def norm_act_mix(self, x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, out: Tensor) -> None:
+        z = _scale_shift(x, scale, shift).relu_().to(weight.dtype)
+        out.copy_(_mix(weight, z))
+
+    def norm_act_mix_backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        mean: Tensor,
+        weight: Tensor,
+        *,
+        normed: Normed | None,
+        total: Tensor | None,
+        sums: Tensor | None,
+        sums_x: Tensor | None,
+        dweight: Tensor | None,
+    ) -> None:
+        if normed is not None:
+            self.affine_add_(grad, normed.scale, normed.y, normed.slope, normed.offset)
+        grad = grad.to(weight.dtype)
+        if dweight is not None:
+            z = _scale_shift(x, scale, shift).relu_().to(weight.dtype)
+            dweight += torch.einsum("nks,ncs->kc", grad, z)
+        if sums is None or sums_x is None:
+            return
+        dz = _mix(weight.t(), grad)
+        if total is None:
+            more, more_x = self.act_backward_sums_(dz, x, scale, shift, "relu", mean)
+            sums += more
+            sums_x += more_x
+        else:
+            self.act_backward_accumulate(dz, x, scale, shift, "relu", mean, total, sums, sums_x)
+
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
     """The dtype of per-channel vectors beside a map like `x`."""
@@ -95,6 +133,13 @@ def _scale_shift(x: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = N
     # a result that is allocated by the product has the form of x, planes or rows
     z = x * scale[:, None] if out is None else torch.mul(x, scale[:, None], out=out)
     return z.add_(shift[:, None])
+
+
+def _mix(weight: Tensor, x: Tensor) -> Tensor:
+    """weight (K, C) times the channels of x (N, C, S), in the form of x: (N, K, S)."""
+    if x.stride(1) == 1 and x.shape[2] > 1:
+        return (x.transpose(1, 2) @ weight.t()).transpose(1, 2)
+    return weight @ x
 
 
 def _mask_(grad: Tensor, x: Tensor, scale: Tensor, shift: Tensor) -> None:

@@ -11,10 +11,6 @@ inline void for_pieces(const Task& task, int64_t begin, int64_t end, const F& f)
       f(row / task.channels, row % task.channels, s, std::min(PIECE, task.positions - s));
 }
 
-inline int64_t plane_offset(const Map& map, int64_t n, int64_t c, int64_t s) {
-  return n * map.stride_n + c * map.stride_c + s;
-}
-
 template <typename A, bool RELU>
 void planes_scale_shift_act(const Work& work, int64_t begin, int64_t end) {
   const Task& task = work.task;
@@ -71,7 +67,7 @@ void planes_to_rows_scale_shift_act(const Work& work, int64_t begin, int64_t end
         });
       }
       for (int64_t i = 0; i < height; ++i) {
-        const int64_t offset = n * task.out.stride_n + (s + i) * task.out.stride_s + c;
+        const int64_t offset = row_offset(task.out, n, s + i, c);
         A* out = place<A>(task.out, offset, out_buffer);
         for (int64_t j = 0; j < width; ++j) out[j] = square[j][i];
         flush<A>(task.out, offset, width, out);

@@ -21,10 +21,6 @@ inline void for_row_groups(const Task& task, int64_t begin, int64_t end, const F
   }
 }
 
-inline int64_t row_offset(const Map& map, int64_t n, int64_t s, int64_t c) {
-  return n * map.stride_n + s * map.stride_s + c;
-}
-
 template <typename A, bool RELU>
 void rows_scale_shift_act(const Work& work, int64_t begin, int64_t end) {
   const Task& task = work.task;

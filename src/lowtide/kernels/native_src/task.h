@@ -39,3 +39,29 @@ struct Work {
   const double* pivots;     // (C,), batch_stats: what is subtracted before summing
   double* partials;         // (blocks, 2, C): both sums of every block; PLANES: one block, each thread fills its channels
 };
+
+// A norm, an activation and a 1x1 convolution, y = W relu(scale * x + shift), over maps in rows. C numbers in, K out.
+struct MixTask {
+  int64_t images, positions;
+  int64_t inputs, outputs;  // C, K
+  Map x;                    // (N, C, S)
+  Map y;                    // (N, K, S): written forward; backward: read if y_scale is there
+  Map grad;                 // (N, K, S), backward: the gradient by y; by y's own norm's output if y_scale is there
+  Map total;                // (N, C, S), backward: the buffer that is added to, or no data
+  const void* scale;        // (C,)
+  const void* shift;
+  const void* mean;
+  const void* weight;    // (K, C), contiguous, in the type of the arithmetic
+  const void* y_scale;   // (K,) or null: the gradient by y is y_scale * grad + y_slope * y + y_offset
+  const void* y_slope;
+  const void* y_offset;
+  void* sums;     // (C,), added to; null if the gradient by x and its norm is not asked for
+  void* sums_x;
+  void* dweight;  // (K, C), added to, or null
+};
+
+// Partial results of one slice of the rows.
+struct MixSlice {
+  double* sums;    // (2, C)
+  void* dweight;   // (K, whole vectors of C), or null
+};

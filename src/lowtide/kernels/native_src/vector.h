@@ -1,4 +1,4 @@
-// Vector registers and number formats. Like planes.h and rows.h this file is included once per instruction set, inside a
+// Vector registers and number formats. Like planes.h, rows.h and mix.h this file is included once per instruction set, inside a
 // namespace, with LANE_BYTES set to the width of a register: so it has no include guard and includes nothing.
 
 // A register full of numbers; GCC gives it + - * / and comparisons.
@@ -43,6 +43,15 @@ inline V relu(V z) {
 template <typename V>
 inline V relu_backward(V grad, V z) {
   return z <= V{} ? V{} : grad;
+}
+
+// Where a run of neighbours starts: positions of a map in planes, channels of a map in rows.
+inline int64_t plane_offset(const Map& map, int64_t n, int64_t c, int64_t s) {
+  return n * map.stride_n + c * map.stride_c + s;
+}
+
+inline int64_t row_offset(const Map& map, int64_t n, int64_t s, int64_t c) {
+  return n * map.stride_n + s * map.stride_s + c;
 }
 
 // ---- maps as numbers of type A: in place, or widened from half precision into a buffer ----

@@ -1,0 +1,143 @@
+// A norm, relu and a 1x1 convolution in one sweep over maps in rows, and its backward: how the loops of mix.h are shared out
+// over torch's threads, and their partial results added up. Python calls the extern "C" functions at the end, see native.py.
+
+#include <ATen/Parallel.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "task.h"
+
+namespace {
+
+// The loops of one instruction set for one type of arithmetic.
+struct Loops {
+  void (*forward)(const MixTask&, const void* packed, int64_t begin, int64_t end);
+  void (*backward)(const MixTask&, const void* packed, const MixSlice&, int64_t begin, int64_t end);
+  int64_t lanes;
+};
+
+#define LOOPS_OF(A) {mix_forward<A>, mix_backward<A>, Vector<A>::lanes}
+
+namespace baseline {
+#define LANE_BYTES 16
+#include "vector.h"
+#include "mix.h"
+#undef LANE_BYTES
+const Loops loops[] = {LOOPS_OF(float), LOOPS_OF(double)};
+}  // namespace baseline
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+namespace avx2 {
+#define LANE_BYTES 32
+#include "vector.h"
+#include "mix.h"
+#undef LANE_BYTES
+const Loops loops[] = {LOOPS_OF(float), LOOPS_OF(double)};
+}  // namespace avx2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+namespace avx512 {
+#define LANE_BYTES 64
+#include "vector.h"
+#include "mix.h"
+#undef LANE_BYTES
+const Loops loops[] = {LOOPS_OF(float), LOOPS_OF(double)};
+}  // namespace avx512
+#pragma GCC pop_options
+#endif
+
+const Loops& loops_for(const MixTask& task, int64_t level) {
+  const bool is_double = task.x.dtype == F64;
+#if defined(__x86_64__)
+  if (level == 2) return avx512::loops[is_double];
+  if (level == 1) return avx2::loops[is_double];
+#endif
+  return baseline::loops[is_double];
+}
+
+// Below this many multiplications a second thread costs more than it saves.
+constexpr int64_t PRODUCTS_PER_THREAD = 131072;
+
+// W (K, C) with rows of whole vectors; TRANSPOSED: its transpose.
+template <typename A>
+std::unique_ptr<A[]> pack(const MixTask& task, int64_t lanes, bool transposed) {
+  const A* weight = static_cast<const A*>(task.weight);
+  const int64_t rows = transposed ? task.inputs : task.outputs, columns = transposed ? task.outputs : task.inputs;
+  const int64_t padded = (columns + lanes - 1) / lanes * lanes;
+  std::unique_ptr<A[]> packed(new A[rows * padded]());
+  constexpr int64_t strip = 16;  // of columns: a transpose that reads and writes whole cache lines
+  for (int64_t first = 0; first < task.inputs; first += strip)
+    for (int64_t k = 0; k < task.outputs; ++k)
+      for (int64_t c = first; c < std::min(task.inputs, first + strip); ++c)
+        packed[transposed ? c * padded + k : k * padded + c] = weight[k * task.inputs + c];
+  return packed;
+}
+
+template <typename A>
+void mix_forward_by(const MixTask& task, const Loops& loops) {
+  const auto packed = pack<A>(task, loops.lanes, true);
+  const int64_t per_row = std::max<int64_t>(1, task.inputs * task.outputs);
+  const int64_t grain = std::max<int64_t>(6, PRODUCTS_PER_THREAD / per_row);
+  at::parallel_for(0, task.images * task.positions, grain, [&](int64_t begin, int64_t end) {
+    loops.forward(task, packed.get(), begin, end);
+  });
+}
+
+template <typename A>
+void mix_backward_by(const MixTask& task, const Loops& loops) {
+  const auto packed = pack<A>(task, loops.lanes, false);
+  const int64_t rows = task.images * task.positions, inputs = task.inputs, outputs = task.outputs;
+  const int64_t padded = (inputs + loops.lanes - 1) / loops.lanes * loops.lanes;
+  const int64_t dweight_size = (outputs + 5) / 6 * 6 * padded;  // whole tiles, see mix.h
+  // one slice per thread, each with its own weight gradient; they are added up in order
+  const int64_t slices = std::clamp<int64_t>(std::min<int64_t>(at::get_num_threads(), 16), 1, std::max<int64_t>(1, rows / 256));
+  const int64_t per_slice = (rows + slices - 1) / slices;
+  std::unique_ptr<double[]> sums(new double[slices * 2 * inputs]());
+  std::unique_ptr<A[]> dweight(task.dweight == nullptr ? nullptr : new A[slices * dweight_size]());
+  at::parallel_for(0, slices, 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const MixSlice slice{
+          sums.get() + i * 2 * inputs, dweight == nullptr ? nullptr : dweight.get() + i * dweight_size};
+      loops.backward(task, packed.get(), slice, i * per_slice, std::min(rows, (i + 1) * per_slice));
+    }
+  });
+  for (int64_t i = 0; i < slices; ++i) {
+    for (int64_t c = 0; c < inputs && task.sums != nullptr; ++c) {
+      static_cast<A*>(task.sums)[c] += static_cast<A>(sums[i * 2 * inputs + c]);
+      static_cast<A*>(task.sums_x)[c] += static_cast<A>(sums[(i * 2 + 1) * inputs + c]);
+    }
+    for (int64_t k = 0; k < outputs && task.dweight != nullptr; ++k)
+      for (int64_t c = 0; c < inputs; ++c)
+        static_cast<A*>(task.dweight)[k * inputs + c] += dweight[i * dweight_size + k * padded + c];
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t lowtide_mix_task_bytes() { return sizeof(MixTask); }
+
+void lowtide_mix_forward(const MixTask* task, int64_t level) {
+  const Loops& loops = loops_for(*task, level);
+  task->x.dtype == F64 ? mix_forward_by<double>(*task, loops) : mix_forward_by<float>(*task, loops);
+}
+
+void lowtide_mix_backward(const MixTask* task, int64_t level) {
+  const Loops& loops = loops_for(*task, level);
+  task->x.dtype == F64 ? mix_backward_by<double>(*task, loops) : mix_backward_by<float>(*task, loops);
+}
+
+}  // extern "C"
