@@ -14,6 +14,7 @@ from lowtide.errors import ArgumentError, describe
 from lowtide.levels import check_level
 from lowtide.measure import format_bytes
 from lowtide.measure import measure as measure_call
+from lowtide.measure.call import choose_device
 from lowtide.measure.child import ChildFigures, run_in_child
 from lowtide.measure.html import PAGE_SUFFIXES, save_html
 from lowtide.measure.timeline import PLOT_SUFFIXES, check_output, save_plot
@@ -56,7 +57,7 @@ def measure(
         check_output(plot, PLOT_SUFFIXES, "--plot")
     fn, *args = build_step(model, input, recompute, seed)
     if isinstance(fn, torch.nn.Module):
-        fn = fn.to(device)
+        fn = fn.to(choose_device(abs, args, device))
     result = measure_call(fn, *args, repeats=repeats, device=device, operators=operators)
     figures: ChildFigures = {}
     if process:

@@ -30,8 +30,7 @@ _ENGINE = "autograd::engine::evaluate_function: "
 
 @dataclass(slots=True)
 class Allocation:
-    """One block. `index` counts the events of the trace, and `freed` is the index of the free, None if it is still
-    alive.
+    """One block. `index` counts the events of the trace; `freed` is the index of its free, None while it is alive.
 
     `module` is the module that ran, or for the backward of an operator the module whose forward made the node.
     `operator` is the outermost operator or autograd node, and the first operator inside it if it is not an operator
@@ -109,9 +108,7 @@ def record(device: torch.device) -> Iterator[Recorder]:
 
 @contextmanager
 def _quiet_kineto() -> Iterator[None]:
-    """Without this the profiler's library prints its start and stop on stderr; it reads the variable when it is
-    first used.
-    """
+    """Keep the profiler's library from printing its start and stop on stderr; it reads the variable at first use."""
     name = "KINETO_LOG_LEVEL"
     before = os.environ.get(name)
     os.environ.setdefault(name, "6")  # above its most severe level
@@ -148,8 +145,7 @@ def _read(tree: list[Any], device: torch.device) -> Trace:
             trace.start_ns, forward_end = event.start_time_ns, event.end_time_ns
         inner = _enter(event, place, made_by)
         pending += [(child, inner) for child in reversed(event.children)]
-    # several threads (CUDA's backward) come one after the other in the tree; one thread is in order already, and
-    # sort is stable
+    # threads (CUDA's backward) come one after the other in the tree; one thread is in order, and sort is stable
     events.sort(key=lambda item: item[0])
     assert forward_end is not None, "the FORWARD range was recorded"
     trace.forward_seconds = (forward_end - trace.start_ns) * 1e-9
@@ -195,8 +191,7 @@ def _enter(event: Any, place: _Place, made_by: dict[int, str]) -> _Place:
         return _Place("backward", module, node)
     if not place.operator:
         return _Place(place.phase, place.module, name)
-    # an operator of torch says enough by itself; a custom function or a node gets the operator inside it, not itself
-    # again
+    # an operator of torch says enough; a custom function or a node gets the first operator inside it, not itself again
     if place.operator.startswith("aten::") or " > " in place.operator or not name.startswith("aten::"):
         return place
     return _Place(place.phase, place.module, f"{place.operator} > {name}")

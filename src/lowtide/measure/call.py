@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lowtide.errors import ArgumentError, UnsupportedError, describe
 
 SEED = 20_240_229
+MakeGradients = Callable[[], Sequence[Tensor]]
 
 
 class ResultGradient(torch.autograd.Function):
@@ -26,7 +27,7 @@ class ResultGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gradients: Callable[[], Sequence[Tensor]], *results: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: MakeGradients, *results: Tensor) -> Tensor:
         ctx.gradients = gradients
         return torch.empty(0, device=results[0].device)  # no bytes: the meter must not be in its own figures
 

@@ -1,8 +1,7 @@
 """Figures of a fresh process: its high-water over its base, the exact allocation peak, seconds per step.
 
 A process's size says what a step costs a machine, libraries' own buffers included, but only a fresh process is
-honest: an old one has holes from earlier work that new tensors fill unseen. Each figure comes from a process of its
-own:
+honest: an old one has holes from earlier work that new tensors fill unseen. Each part has a process of its own:
 
     allocations   `lowtide.measure`, so `peak_bytes` and `saved_bytes`: exact, torch's allocator alone
     mapped        high-water while malloc gives every block of 64 KiB or more back to the system when it is freed:

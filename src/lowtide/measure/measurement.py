@@ -34,9 +34,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes alive on the device over the call, over what was there before; seconds are those of the recorded, slow
-    run.
-    """
+    """Bytes alive on the device, over what was there before the call; seconds of the recorded run, which is slow."""
 
     seconds: tuple[float, ...]
     live_bytes: tuple[int, ...]

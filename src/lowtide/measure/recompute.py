@@ -65,8 +65,7 @@ class Operators:
     def against(self, plain: Operators) -> float:
         """FLOPs of this step over those of the plain form's step; 1.0 means that nothing was redone.
 
-        ZeroDivisionError is avoided by definition: a plain form without counted FLOPs gives 1.0 if this has none
-        too, else inf.
+        A plain form without counted FLOPs gives 1.0 if this has none either, else infinity.
         """
         if plain.flops == 0:
             return 1.0 if self.flops == 0 else math.inf

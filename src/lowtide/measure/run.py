@@ -32,14 +32,12 @@ def measure(
     changes are not.
 
     Args:
-        fn: any callable: a module, a function, a whole training step. If it returns tensors with a graph (nested as
-        you like),
-            a backward with fixed random gradients follows; if it runs backward itself, that is what is measured.
+        fn: any callable: a module, a function, a whole training step. If it returns tensors with a graph (nested as you
+            like), a backward with fixed random gradients follows; if it runs backward itself, that is what is measured.
         args: positional arguments; tensors elsewhere are copied to `device`.
         repeats: runs in all, at least 1. With 1, the time is that of the recorded run and says little.
         device: whose memory is read; None: that of the first argument or parameter, else the CPU.
-        operators: one more run that counts FLOPs and the operators which run again in backward
-        (`Measurement.operators`).
+        operators: one more run, which counts FLOPs and the operators that run again in backward.
 
     Raises:
         ArgumentError: `repeats` below 1, `fn` not callable, an unknown or absent device.

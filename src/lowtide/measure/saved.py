@@ -122,9 +122,7 @@ class Ledger:
             self.history.append((time.time_ns(), self._live[False]))
 
     def keep_peak(self) -> None:
-        """Copy the list of kept storages if the sum has never been larger: done at a release, not at every save of a
-        climb.
-        """
+        """Copy the list of kept storages if their sum is a new maximum: once per climb, when the first is released."""
         if self._peak_is_stale:
             self.at_peak = self.kept_now()
             self._peak_is_stale = False
@@ -136,9 +134,7 @@ class Ledger:
 
 
 def storages_of(tensor: Tensor) -> list[tuple[int, torch.UntypedStorage]]:
-    """(identity, storage) of every storage behind a tensor, the parts of sparse tensors and wrapper subclasses
-    included.
-    """
+    """(identity, storage) of each storage behind a tensor, with the parts of sparse tensors and wrapper subclasses."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = [getattr(tensor, name) for name in names]

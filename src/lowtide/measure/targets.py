@@ -12,8 +12,7 @@ from lowtide.errors import ArgumentError, describe
 
 
 def load_target(spec: str) -> object:
-    """Import the object that `spec` names: `module:attribute` or `file.py:attribute` (dots in the attribute are
-    followed).
+    """Import the object that `spec` names: `module:attribute` or `file.py:attribute`; dots in the attribute count.
 
     Raises:
         ArgumentError: no colon; no such file, module or attribute. An error inside the imported file is left as it is.
