@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lowtide.lean.fft_frames import Frames, Taps, convolve, convolve_backward
 from lowtide.lean.sgconv_kernel import build, pull_back, second_derivative
-from lowtide.lean.sgconv_pointwise import Call, draw_mask, pointwise_backward, pointwise_forward
+from lowtide.lean.sgconv_pointwise import Call, draw_mask, pointwise_forward
+from lowtide.lean.sgconv_pointwise_backward import pointwise_backward
 from lowtide.levels import Level
 from lowtide.sgconv_form import LayerForm
 

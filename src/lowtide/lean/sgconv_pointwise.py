@@ -5,7 +5,7 @@ B batch, D = C * H channels, L length, O output channels before GLU, T positions
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,14 @@ from torch.nn import functional as F
 
 from lowtide.sgconv_form import LayerForm
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "relu": torch.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "identity": lambda p: p,
+}
 # one tile fits the cores' L2 caches
 TILE_BYTES = 2 * 2**20
 
@@ -56,7 +64,7 @@ def draw_mask(p_BDL: Tensor, form: LayerForm, replay: Tensor | None = None) -> t
     return state, mask
 
 
-def _tiles(B: int, D: int, L: int, itemsize: int) -> Iterator[tuple[slice, slice]]:
+def tiles(B: int, D: int, L: int, itemsize: int) -> Iterator[tuple[slice, slice]]:
     """Whole rows of the batch together where they are short, else stretches of one row."""
     row = max(1, D * itemsize)
     positions = max(1, TILE_BYTES // row)
@@ -66,7 +74,7 @@ def _tiles(B: int, D: int, L: int, itemsize: int) -> Iterator[tuple[slice, slice
             yield slice(b, min(b + rows, B)), slice(t, min(t + positions, L))
 
 
-def _cut(x: Tensor | None, bs: slice, ts: slice, time_dim: int) -> Tensor | None:
+def cut(x: Tensor | None, bs: slice, ts: slice, time_dim: int) -> Tensor | None:
     if x is None:
         return None
     rows = x[bs]
@@ -100,55 +108,13 @@ def pointwise_forward(
     else:
         y = p_BDL.new_empty((B, out_channels, L) if form.transposed else (B, L, out_channels), dtype=dtype)
     with call.pointwise_context():
-        for bs, ts in _tiles(B, D, L, p_BDL.element_size()):
-            part_mask = _cut(mask, bs, ts, time_dim)
+        for bs, ts in tiles(B, D, L, p_BDL.element_size()):
+            part_mask = cut(mask, bs, ts, time_dim)
             part = pointwise(p_BDL[bs, :, ts], weight, bias, norm_weight, norm_bias, part_mask, form)
             if valid is not None:
                 part.masked_fill_(~valid[bs, ts].unsqueeze(3 - time_dim), 0)
             y[bs].narrow(time_dim, ts.start, ts.stop - ts.start).copy_(part)
     return y
-
-
-def pointwise_backward(
-    p_BDL: Tensor,
-    dy: Tensor,
-    dp_BDL: Tensor | None,
-    parameters: Sequence[Tensor | None],
-    need: Sequence[bool],
-    valid: Tensor | None,
-    mask: Tensor | None,
-    call: Call,
-) -> list[Tensor | None]:
-    """Write dp (it may be p's own memory) and return the gradients of weight, bias and the norm's two."""
-    form = call.form
-    B, D, L = p_BDL.shape
-    time_dim = 2 if form.transposed else 1
-    leaves = [
-        None if x is None else x.detach().requires_grad_(needed) for x, needed in zip(parameters, need, strict=True)
-    ]
-    totals: list[Tensor | None] = [
-        torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if x is not None and needed else None
-        for x, needed in zip(parameters, need, strict=True)
-    ]
-    weight = leaves[0]
-    assert weight is not None
-    for bs, ts in _tiles(B, D, L, p_BDL.element_size()):
-        dpart = dy[bs].narrow(time_dim, ts.start, ts.stop - ts.start)
-        if valid is not None:
-            dpart = dpart.masked_fill(~valid[bs, ts].unsqueeze(3 - time_dim), 0)
-        z = p_BDL[bs, :, ts].detach().requires_grad_(dp_BDL is not None)
-        with torch.enable_grad(), call.pointwise_context():
-            part = pointwise(z, weight, leaves[1], leaves[2], leaves[3], _cut(mask, bs, ts, time_dim), form)
-        wanted = [x for x in (z, *leaves) if x is not None and x.requires_grad]
-        if not wanted:
-            break
-        gradients = iter(torch.autograd.grad(part, wanted, dpart))
-        if dp_BDL is not None:
-            dp_BDL[bs, :, ts].copy_(next(gradients))
-        for total in totals:
-            if total is not None:
-                total += next(gradients)
-    return [None if t is None or x is None else t.to(x.dtype) for t, x in zip(totals, parameters, strict=True)]
 
 
 def pointwise(
@@ -161,34 +127,28 @@ def pointwise(
     form: LayerForm,
 ) -> Tensor:
     """Everything behind the convolution, for some positions: (B, D, T) -> (B, H, T), or (B, T, H)."""
-    y = _activate(p_BDT, form.activation)
+    y = ACTIVATIONS[form.activation](p_BDT)
     if not form.transposed:
         y = y.transpose(1, 2)
-    channel_dim = 1 if form.transposed else 2
     if mask is not None:
         y = y * (mask.to(y.dtype) / (1.0 - form.drop_rate))
     if form.norm_eps is not None:
-        y = F.layer_norm(y.movedim(channel_dim, -1), (y.shape[channel_dim],), norm_weight, norm_bias, form.norm_eps)
-        y = y.movedim(-1, channel_dim)
+        y = normalise(y, norm_weight, norm_bias, form)
+    y = apply_map(y, weight, bias, form)
+    return F.glu(y, dim=1 if form.transposed else 2) if form.postact == "glu" else y
+
+
+def normalise(m: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, form: LayerForm) -> Tensor:
+    """Layer norm over the channels."""
+    assert form.norm_eps is not None
+    channel_dim = 1 if form.transposed else 2
+    rows = F.layer_norm(m.movedim(channel_dim, -1), (m.shape[channel_dim],), norm_weight, norm_bias, form.norm_eps)
+    return rows.movedim(-1, channel_dim)
+
+
+def apply_map(m: Tensor, weight: Tensor, bias: Tensor | None, form: LayerForm) -> Tensor:
+    """weight m + bias over the channels."""
     if not form.transposed:
-        y = F.linear(y, weight, bias)
-    else:
-        offset = weight.new_zeros(()) if bias is None else bias.unsqueeze(-1)
-        y = torch.baddbmm(offset, weight.expand(y.shape[0], -1, -1), y)
-    return F.glu(y, dim=channel_dim) if form.postact == "glu" else y
-
-
-def _activate(p: Tensor, name: str) -> Tensor:
-    match name:
-        case "gelu":
-            return F.gelu(p)
-        case "relu":
-            return torch.relu(p)
-        case "silu":
-            return F.silu(p)
-        case "tanh":
-            return torch.tanh(p)
-        case "sigmoid":
-            return torch.sigmoid(p)
-    assert name == "identity"
-    return p
+        return F.linear(m, weight, bias)
+    offset = weight.new_zeros(()) if bias is None else bias.unsqueeze(-1)
+    return torch.baddbmm(offset, weight.expand(m.shape[0], -1, -1), m)
