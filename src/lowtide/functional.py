@@ -4,6 +4,7 @@ from lowtide.dense_functions import dense_block as dense_block
 from lowtide.dense_functions import stem as stem
 from lowtide.dense_functions import transition as transition
 from lowtide.densely_connected_functions import densely_connected as densely_connected
+from lowtide.lean.recomputed import recomputed as recomputed
 from lowtide.norm_act_conv_functions import norm_act_conv as norm_act_conv
 from lowtide.sgconv_functions import kernel_norm as kernel_norm
 from lowtide.sgconv_functions import long_conv as long_conv
@@ -15,6 +16,7 @@ from lowtide.stream_functions import clone_state as clone_state
 from lowtide.stream_functions import map_state as map_state
 from lowtide.stream_functions import reset_rows as reset_rows
 from lowtide.stream_functions import sgconv_block as sgconv_block
+from lowtide.stream_functions import sgconv_map as sgconv_map
 from lowtide.stream_functions import stream_block as stream_block
 from lowtide.stream_functions import stream_block_length as stream_block_length
 from lowtide.stream_functions import stream_block_rows as stream_block_rows
