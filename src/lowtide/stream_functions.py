@@ -1,6 +1,7 @@
 """The functions of streaming: filters, states, blocks of samples."""
 
 from lowtide.lean.sgconv_stream import sgconv_block as sgconv_block
+from lowtide.lean.sgconv_stream import sgconv_map as sgconv_map
 from lowtide.lean.streaming import StreamFilter as StreamFilter
 from lowtide.lean.streaming import block as stream_block
 from lowtide.lean.streaming import block_length as stream_block_length
@@ -22,6 +23,7 @@ __all__ = [
     "map_state",
     "reset_rows",
     "sgconv_block",
+    "sgconv_map",
     "stream_block",
     "stream_block_length",
     "stream_block_rows",

@@ -43,7 +43,9 @@ COMMANDS: dict[str, Command] = {
     "measure": Command("lowtide.cli.measure", "measure", "Bytes kept for backward, peak memory and time of a step."),
     "plan": Command("lowtide.cli.plan", "plan", "Which memory levels fit a budget."),
     "bench": Command("lowtide.cli.bench", "bench", "Time and memory against the plain form."),
-    "stream": Command("lowtide.cli.stream", "stream", "Run a long-convolution model token by token or out of core."),
+    "stream apply": Command("lowtide.cli.stream", "apply", "Run a long-convolution layer over a large file."),
+    "stream pipe": Command("lowtide.cli.stream", "pipe", "Run a layer or an impulse response live, stdin to stdout."),
+    "stream generate": Command("lowtide.cli.generate", "generate", "Text from a trained model, byte by byte."),
     "env": Command("lowtide.cli.env", "env", "Versions, devices and kernel providers found here."),
 }
 

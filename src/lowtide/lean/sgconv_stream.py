@@ -39,8 +39,22 @@ def sgconv_block(
             p_TBD = block_rows(u, state, filter).flatten(2)
     else:
         p_TBD = block_rows(u, state, filter).flatten(2)
+    return sgconv_map(p_TBD, weight, bias, norm_weight, norm_bias, form=form)
+
+
+@torch.no_grad()
+def sgconv_map(
+    p: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    *,
+    form: LayerForm,
+) -> Tensor:
+    """Everything behind the convolution, without dropout: p (T, B, C*H) -> (T, B, O); form with transposed=False."""
     if form.linear:
-        return p_TBD
+        return p
     assert weight is not None
     assert not form.transposed
-    return pointwise(p_TBD.transpose(1, 2), weight, bias, norm_weight, norm_bias, None, form)
+    return pointwise(p.transpose(1, 2), weight, bias, norm_weight, norm_bias, None, form)

@@ -105,16 +105,21 @@ def step(u: Tensor, state: State, filter: CellFilter) -> Tensor:
 
 def block(u: Tensor, state: State, filter: CellFilter) -> Tensor:
     """u (T, B, H), any T -> y (T, B, C, H), both in the filter's dtype."""
-    if (passes := native.select(u)) is not None:
-        return _native_block(passes, u, state, filter)
     T, B, H = u.shape
-    if _transform_pays(T, int(state["position"]), filter):
-        t = int(state["position"])
-        y = stream_ring.convolve(state["ring"], t, u, kernel_of(filter.plan, filter.coefficients))
+    t, passes = int(state["position"]), native.select(u)
+    if transform_pays(filter.plan, T, min(t, filter.taps - 1), native=passes is not None):
+        y = u.new_empty(T, B, filter.channels, H)
+
+        def taps_of(features: slice) -> Tensor:
+            return kernel_of(filter.plan, filter.coefficients[..., features])
+
+        stream_ring.convolve(state["ring"], t, u, filter.taps, taps_of, y)
         stream_ring.write(state["ring"], t, u)
         state["position"] += T
         refresh(state, filter)  # the delay lines hold what no ring of inputs does
         return y
+    if passes is not None:
+        return _native_block(passes, u, state, filter)
     y = u.new_empty(T, B, filter.channels, H)
     for start in range(0, T, filter.plan.slack):
         tile = u[start : start + filter.plan.slack]
@@ -180,10 +185,14 @@ def _take_in(P: Tensor, Q: Tensor, r: int, times: Tensor, lines: Tensor, plan: C
     return P + delayed[0] + r * delayed[1], Q + delayed[1]
 
 
-def _transform_pays(T: int, position: int, filter: CellFilter) -> bool:
-    # a transform costs some hundred operations per sample of history and block, and the delay lines are made anew: 4 K
-    history = min(position, filter.plan.taps - 1)
-    return T * filter.coefficients[:, :, 0, 0].numel() > 60 * (history + T) + 4 * filter.plan.taps
+def transform_pays(plan: CellPlan, samples: int, history: int, *, native: bool) -> bool:
+    """Whether one transform is cheaper than the cascade, in multiply-adds of the native cascade.
+
+    Measured: a transform costs about 160 of them per sample of history and block, the taps and the refreshed delay
+    lines about 40 per tap; tensor calls cost ten times the native cascade.
+    """
+    cascade = samples * plan.level_ends[-1] * (2 if plan.ramp else 1) * (1 if native else 10)
+    return cascade > 160 * (history + samples) + 40 * plan.taps
 
 
 def refresh(state: State, filter: CellFilter) -> None:

@@ -212,12 +212,11 @@ def kernel_of(plan: CellPlan, coefficients: Tensor) -> Tensor:
     begin = 0
     for level, end in enumerate(plan.level_ends):
         width = plan.widest >> level
-        q = torch.arange(width, device=kernel.device)
-        if begin < end:
-            taps = (plan.offset[begin:end].to(kernel.device)[:, None] + q).flatten()
-            values = coefficients[begin:end, :1].expand(-1, width, -1, -1)
-            if plan.ramp:
-                values = values + coefficients[begin:end, 1:] * q[:, None, None]
-            kernel.index_add_(0, taps, values.flatten(0, 1))
+        q = torch.arange(width, device=kernel.device, dtype=kernel.dtype)[:, None, None]
+        for offset, numbers in zip(plan.offset[begin:end].tolist(), coefficients[begin:end], strict=True):
+            taps = kernel[offset : offset + width]
+            taps += numbers[0]
+            if plan.ramp and width > 1:
+                taps.addcmul_(q, numbers[1])
         begin = end
     return kernel.permute(1, 2, 0)

@@ -107,7 +107,8 @@ def block(u: Tensor, state: State, filter: PartitionFilter) -> Tensor:
     """u (T, B, H), any T -> y (T, B, C, H), both in the filter's dtype."""
     T, t = u.shape[0], int(state["position"])
     if filter.spectra and filter.taps <= 4 * T:
-        y = stream_ring.convolve(state["ring"], t, u, filter.kernel)
+        y = u.new_empty(*u.shape[:2], filter.channels, filter.features)
+        stream_ring.convolve(state["ring"], t, u, filter.taps, lambda features: filter.kernel[:, features], y)
         stream_ring.write(state["ring"], t, u)
         state["position"] += T
         refresh(state, filter)
@@ -121,7 +122,7 @@ def block(u: Tensor, state: State, filter: PartitionFilter) -> Tensor:
         if (t + done) % HEAD == 0:
             for n in filter.spectra:
                 if (t + done) % n == 0:
-                    _fire(n, t + done, state, filter)
+                    fire(n, t + done, state, filter)
     state["position"] += T
     return y
 
@@ -144,7 +145,7 @@ def _within_head(u: Tensor, t: int, state: State, filter: PartitionFilter) -> Te
     return y
 
 
-def _fire(n: int, t: int, state: State, filter: PartitionFilter) -> None:
+def fire(n: int, t: int, state: State, filter: PartitionFilter) -> None:
     """The share of size n in outputs t..t+n-1, from the inputs before t; t is a multiple of n."""
     total: Tensor | None = None
     for p, spectrum in enumerate(filter.spectra[n], start=1):
@@ -161,4 +162,4 @@ def refresh(state: State, filter: PartitionFilter) -> None:
     t = int(state["position"])
     state["weights"].fill_(filter.fingerprint)
     for n in filter.spectra:
-        _fire(n, t - t % n, state, filter)
+        fire(n, t - t % n, state, filter)

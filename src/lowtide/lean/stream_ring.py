@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from lowtide.lean.long_conv import long_conv
+
+# inputs that are laid out for transforms at a time
+GROUP_NUMBERS = 2**23
 
 
 def read(ring: Tensor, begin: int, end: int) -> Tensor:
@@ -24,16 +29,20 @@ def write(ring: Tensor, begin: int, u: Tensor) -> None:
     ring[: u.shape[0] - fits] = u[fits:]
 
 
-def convolve(ring: Tensor, t: int, u: Tensor, kernel: Tensor) -> Tensor:
-    """Outputs (T, B, C, H) for u (T, B, H) at times t.., by transforms of history and block; the ring is only read."""
-    T, K = u.shape[0], kernel.shape[-1]
-    chunk = max(K, 2**16)  # bounds the transforms: longer blocks bring their own history
-    outputs: list[Tensor] = []
-    for start in range(0, T, chunk):
-        new = u[start : start + chunk]
-        history = min(t + start, K - 1)
-        inside = min(start, history)  # the rest of the history came before the block
-        past = read(ring, t + start - history, t + start - inside)
-        whole = torch.cat([past, u[start - inside : start], new]).permute(1, 2, 0)
-        outputs.append(long_conv(whole, kernel)[..., history:].permute(3, 0, 1, 2))
-    return torch.cat(outputs)
+def convolve(ring: Tensor, t: int, u: Tensor, K: int, taps_of: Callable[[slice], Tensor], y: Tensor) -> None:
+    """Outputs y (T, B, C, H) for u (T, B, H) at times t.., by transforms of history and block; the ring is only read.
+
+    taps_of(features) makes the taps (C, features, K) of a few features: only those are transformed together.
+    """
+    T, B, _, H = y.shape
+    chunk = max(K, 2**16)  # longer blocks bring their own history
+    group = max(1, GROUP_NUMBERS // (B * (K + min(T, chunk))))
+    for features in (slice(h, min(h + group, H)) for h in range(0, H, group)):
+        taps = taps_of(features)
+        for start in range(0, T, chunk):
+            new = u[start : start + chunk, :, features]
+            history = min(t + start, K - 1)
+            inside = min(start, history)  # the rest of the history came before the block
+            past = read(ring[..., features], t + start - history, t + start - inside)
+            whole = torch.cat([past, u[start - inside : start, :, features], new]).permute(1, 2, 0)
+            y[start : start + chunk, :, :, features] = long_conv(whole, taps)[..., history:].permute(3, 0, 1, 2)

@@ -18,7 +18,7 @@ from torch import Tensor
 from lowtide.errors import ArgumentError, describe
 from lowtide.kernels import stream as native
 from lowtide.lean.sgconv_kernel import sgconv_kernel
-from lowtide.lean.stream_cascade import CellFilter
+from lowtide.lean.stream_cascade import CellFilter, transform_pays
 from lowtide.lean.stream_cells import cell_plan, coefficients, weighted_numbers
 from lowtide.lean.stream_partitions import PartitionFilter, partition_filter
 from lowtide.sgconv_form import KernelForm
@@ -145,6 +145,8 @@ def working_numbers(form: KernelForm, channels: int, block: int) -> int:
         plan = cell_plan(form, C)
         # coefficients, and what they are made from in float64
         cells = plan.state_numbers(C) + 14 * C * plan.level_ends[-1]
-        return own + cells + (0 if native.select(torch.empty(0)) is not None else transform)
+        on_native = native.select(torch.empty(0)) is not None
+        pays = any(transform_pays(plan, block, history, native=on_native) for history in (0, K - 1))
+        return own + cells + (transform if pays else 0)
     # taps twice while they are made; state; spectra, and the padded taps that they are the spectra of
     return own + transform + 2 * C * K + (5 + C) * K // 4 + 8 * C * K

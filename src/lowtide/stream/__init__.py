@@ -1,0 +1,11 @@
+"""Long-convolution layers on streams: out of core, and live from pipe to pipe."""
+
+from lowtide.stream.effects import Effect as Effect
+from lowtide.stream.effects import layer_effect as layer_effect
+from lowtide.stream.effects import response_effect as response_effect
+from lowtide.stream.model_file import load_layer as load_layer
+from lowtide.stream.model_file import save_layer as save_layer
+from lowtide.stream.out_of_core import Applied as Applied
+from lowtide.stream.out_of_core import apply_layer as apply_layer
+from lowtide.stream.pipe import pipe as pipe
+from lowtide.stream.wav import read_wav as read_wav
