@@ -83,9 +83,9 @@ FAULTS = [
     dense_fault(
         "statistics updated only in the recompute",
         dense.StatisticsInRecompute,
-        {"buffer"},
+        {"buffer", "eval_output"},  # a forward under no_grad never updates
         "layers.1.norm1",
-        statistics_of(1),
+        (*statistics_of(1), "output"),
     ),
     dense_fault(
         "weight gradient dropped",

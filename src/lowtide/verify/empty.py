@@ -25,13 +25,11 @@ def find_empty(findings: Findings, inputs: Inputs) -> None:
     rows = findings.report.rows
     empty, of = _names(rows, "output")
     if len(empty) == of:
-        what = (
-            "no output to compare" if of == 0 else f"zero, or a negated or 1 %-scaled answer, would pass as {empty[0]}"
-        )
+        what = "zero, not finite, or so small that zero would pass" if of else "no output to compare"
         findings.add_empty("output", "train", what)
     empty, of = _names(rows, "param_grad")
     if 2 * len(empty) > of:
-        message = f"{len(empty)} of {of} parameters have a zero gradient ({_listed(empty)}): any backward would pass"
+        message = f"{len(empty)} of {of} parameters have no gradient to compare, or a zero one: {_listed(empty)}"
         findings.add_empty("param_grad", "train", message)
     elif empty:
         findings.report.notes.append(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 
 from torch import Tensor, nn
 
-from lowtide.errors import ArgumentError
-from lowtide.verify.exact import RULE, run_reference
+from lowtide.verify.exact import RULE
 from lowtide.verify.findings import Findings
 from lowtide.verify.report import Row
 from lowtide.verify.rule import judge, largest_gradient
@@ -78,48 +76,39 @@ def check_hooks(
     """Hook both copies at the same places and compare what the hooks see.
 
     Where the reference itself does not bear backward hooks (an in-place operation on a module's output), only forward
-    and tensor hooks are placed. What hooks see does not depend on the size of the batch, so two samples do where the
-    inputs allow it.
+    and tensor hooks are placed.
     """
     names = [name for name in near_top(reference) if name in candidate.submodules()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a lean block may say that it runs plain under hooks: nobody asked here
         for backward_hooks in (True, False):
-            found = _reference_view(reference, names, state, phase, setting, backward_hooks)
-            if isinstance(found, str):
-                if not backward_hooks:
-                    findings.report.notes.append(f"hooks not checked: {found}")
-                continue
-            oracle, expected, used = found
-            candidate.load(state)
-            got = HookView({name: candidate.submodules()[name] for name in names}, backward_hooks)
-            try:
-                run(candidate, phase, used, observer=got)
-            except RunError as error:
-                findings.candidate_raised(error, RULE.label, candidate, kind="hook")
-                continue  # without backward hooks it may run, and show where
-            finally:
-                got.backward_done()
-            _judge(names, phase, oracle, expected, got, findings)
-            return
+            refusal = None
+            for used in setting.to_try(phase):
+                try:
+                    oracle, expected = _look(reference, names, state, phase, used, backward_hooks)
+                    _, got = _look(candidate, names, state, phase, used, backward_hooks)
+                except RunError as error:
+                    refusal = error
+                    continue
+                _judge(names, phase, oracle, expected, got, findings)
+                return
+            assert refusal is not None, "every setting was refused"
+            if refusal.role == "candidate":  # without backward hooks it may run, and show where
+                findings.candidate_raised(refusal, RULE.label, candidate, kind="hook")
+            elif not backward_hooks:
+                findings.report.notes.append(f"hooks not checked: {refusal}")
 
 
-def _reference_view(
-    reference: Subject, names: list[str], state: State, phase: Phase, setting: Setting, backward_hooks: bool
-) -> tuple[Record, HookView, Setting] | str:
-    """What the reference's hooks see, on two samples if it runs with so few; or why it does not run hooked."""
-    few = _first_samples(setting)
-    reason = ""
-    for used in [setting] if few is None else [few, setting]:
-        reference.load(state)
-        view = HookView({name: reference.submodules()[name] for name in names}, backward_hooks)
-        try:
-            return run_reference(reference, phase, used, observer=view), view, used
-        except ArgumentError as error:
-            reason = str(error)
-        finally:
-            view.backward_done()
-    return reason
+def _look(
+    subject: Subject, names: list[str], state: State, phase: Phase, setting: Setting, backward_hooks: bool
+) -> tuple[Record, HookView]:
+    subject.load(state)
+    modules = subject.submodules()
+    view = HookView({name: modules[name] for name in names}, backward_hooks)
+    try:
+        return run(subject, phase, setting, observer=view), view
+    finally:
+        view.backward_done()
 
 
 def _judge(
@@ -138,15 +127,6 @@ def _judge(
     failed = [row for row in rows if not row.ok]
     if failed:
         findings.report.first_module = failed[0].name
-
-
-def _first_samples(setting: Setting) -> Setting | None:
-    """Two samples instead of all, and the random projection instead of a loss that expects them all."""
-    tensors = setting.inputs.tensors().values()
-    sizes = {t.shape[0] if t.dim() else 0 for t in tensors}
-    if len(sizes) != 1 or sizes.pop() <= 2:
-        return None
-    return dataclasses.replace(setting, inputs=setting.inputs.map(lambda t: t[:2]), loss=None, target=None)
 
 
 def _compare(name: str, phase: Phase, expected: HookView, got: HookView, largest: float) -> list[Row]:

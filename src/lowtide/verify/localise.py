@@ -81,7 +81,7 @@ def _descend(scene: Scene, group: tuple[Kind, ...], called: list[str]) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a lean block may say that it runs plain under hooks: nobody asked here
         while True:
-            names = [name for name in _called_below(scene.oracle, found, called) if name in scene.ours.submodules()]
+            names = _called_below(scene, found, called)
             look = _look(scene, names) if names else None
             if look is None or not _still_fails(scene, look, group):
                 return found
@@ -103,13 +103,14 @@ def call_order(scene: Scene) -> list[str]:
     return list(order.names)
 
 
-def _called_below(subject: Subject, parent: str, called: list[str]) -> list[str]:
-    """The nearest descendants of `parent` that are called; containers that are not called are passed through."""
+def _called_below(scene: Scene, parent: str, called: list[str]) -> list[str]:
+    """The nearest descendants of `parent` that both have and the reference calls; others are passed through."""
+    shared = scene.ours.submodules().keys() & called
     prefix = f"{parent}." if parent else ""
     names = []
-    for name in subject.submodules():
+    for name in scene.oracle.submodules():
         if name and name.startswith(prefix) and "." not in name[len(prefix) :] and name != parent:
-            names += [name] if name in called else _called_below(subject, name, called)
+            names += [name] if name in shared else _called_below(scene, name, called)
     return names
 
 

@@ -75,13 +75,15 @@ class Options:
     def phases(self, always_input_grad: bool) -> list[Phase]:
         """The float64 run. Every other step leaves the inputs without a gradient, as images have none in training."""
         phases = []
-        if "no_grad_forward" not in self.without:
-            phases.append(Phase("no_grad train forward", len(phases), grad=False))
         for step in range(1, self.steps + 1):
             input_grad = always_input_grad or step % 2 == 1
             phases.append(Phase(f"step {step}", len(phases), backward=True, input_grad=input_grad, update=True))
+        # after the steps: the first of them is to start from weights and buffers that float32 holds exactly
+        if "no_grad_forward" not in self.without:
+            phases.append(Phase("no_grad train forward", len(phases), grad=False))
         if "eval" not in self.without:
-            phases.append(Phase("eval with gradients", len(phases), train=False, backward=True, input_grad=True))
+            number = len(phases)
+            phases.append(Phase("eval with gradients", number, train=False, backward=True, input_grad=True, few=True))
             phases.append(Phase("eval", len(phases), train=False, grad=False))
         return phases
 

@@ -64,7 +64,7 @@ class Verification:
         last = exact.checkpoints[-1]
         if "hooks" in self._options.without or last.phase.train:
             return
-        phase = Phase("eval under hooks", last.phase.number, train=False, backward=True, input_grad=True)
+        phase = Phase("eval under hooks", last.phase.number, train=False, backward=True, input_grad=True, few=True)
         check_hooks(reference, candidate, last.state, phase, self._options.setting(torch.float64), self._findings)
 
     def _exact_scene(self, reference: Subject, exact: Exact) -> Scene | None:

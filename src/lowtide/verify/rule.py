@@ -171,7 +171,9 @@ def _deviation(name: str, buffers: Tensors) -> float:
     if not name.endswith("running_mean"):
         return 0.0
     variance = buffers.get(f"{name.removesuffix('running_mean')}running_var")
-    return 0.0 if variance is None else math.sqrt(float(variance.double().sum().clamp_min(0)))
+    if variance is None:
+        return 0.0
+    return math.sqrt(float(variance.double().nan_to_num(0.0, 0.0, 0.0).clamp_min(0).sum()))
 
 
 def judge(
@@ -196,13 +198,10 @@ def judge(
     if ours.dtype != wanted and (rule.eps is None or plain is not None):
         message = f"expected dtype {short(wanted)}, got {short(ours.dtype)}"
         return Row(kind, name, phase, rule.label, math.inf, 0.0, message=message)
-    difference = _difference(ours, oracle)
-    error = float(torch.linalg.vector_norm(difference))
+    difference, error = _difference(ours, oracle)
     scale = _norm(oracle)
     if is_inexact(oracle):
-        plain_error = (
-            float(torch.linalg.vector_norm(_difference(plain, oracle))) if rule.eps and plain is not None else 0.0
-        )
+        plain_error = _difference(plain, oracle)[1] if rule.eps and plain is not None else 0.0
         allowed = rule.allowed(noise if is_true_zero(scale, noise) else scale, noise, plain_error, oracle.dtype)
     else:
         allowed = 0.0
@@ -222,21 +221,29 @@ def _wide(t: Tensor) -> Tensor:
     return t.to(torch.complex128 if t.is_complex() else torch.float64)
 
 
-def _difference(ours: Tensor, oracle: Tensor) -> Tensor:
-    """ours - oracle in double precision; where the oracle is not finite, 0 if ours is the same and infinity if not."""
+def _difference(ours: Tensor, oracle: Tensor) -> tuple[Tensor, float]:
+    """ours - oracle in double precision, and its norm.
+
+    Where the oracle is not finite, the difference is 0 if ours is the same and infinity if it is not.
+    """
     wide, truth = _wide(ours), _wide(oracle)
     difference = wide - truth
-    finite = torch.isfinite(truth)
-    if not finite.all():
+    error = float(torch.linalg.vector_norm(difference))
+    if not math.isfinite(error):
         same = (wide == truth) | (wide.isnan() & truth.isnan())
-        difference = torch.where(finite, difference, torch.where(same, 0.0, math.inf).to(difference.dtype))
-    return difference
+        at_infinities = torch.where(same, 0.0, math.inf).to(difference.dtype)
+        difference = torch.where(torch.isfinite(truth), difference, at_infinities)
+        error = float(torch.linalg.vector_norm(difference))
+    return difference, error
 
 
 def _norm(value: object) -> float:
     """Euclidean norm over the finite elements."""
     assert isinstance(value, Tensor)
     wide = _wide(value)
+    norm = float(torch.linalg.vector_norm(wide))
+    if math.isfinite(norm):
+        return norm
     return float(torch.linalg.vector_norm(torch.where(torch.isfinite(wide), wide, 0.0)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from lowtide.verify.subject import Role, Subject
 from lowtide.verify.trees import Inputs, Leaves, is_inexact, leaves
 
 Loss = Callable[..., Tensor]
+FEW = 3
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Phase:
     backward: bool = False
     input_grad: bool = False
     update: bool = False
+    few: bool = False  # a few samples do: what is asked does not depend on the size of the batch
 
 
 @dataclass
@@ -51,6 +54,18 @@ class Setting:
     def loss_arguments(self) -> tuple[object, ...]:
         """What the loss takes after the output."""
         return () if self.target is None else (self.target,)
+
+    def to_try(self, phase: Phase) -> list[Setting]:
+        """This setting; for a phase that needs only a few samples, one with three of them before it.
+
+        Three of the inputs' first axis, if all have the same; the second is for models that do not run with three. The
+        random projection takes the place of a loss, which may expect all samples.
+        """
+        sizes = {t.shape[0] if t.dim() else 0 for t in self.inputs.tensors().values()}
+        if not phase.few or len(sizes) != 1 or sizes.pop() <= FEW:
+            return [self]
+        few = dataclasses.replace(self, inputs=self.inputs.map(lambda t: t[:FEW]), loss=None, target=None)
+        return [few, self]
 
     @property
     def label(self) -> str:

@@ -168,8 +168,8 @@ def give_same_weights(reference: Subject, candidate: Subject) -> None:
     Raises:
         ArgumentError: keys or shapes differ; the message names the first of them.
     """
-    own_keys = {key: candidate.renamed(key) for key in reference.module.state_dict()}
-    state = {own_keys[key]: value for key, value in reference.module.state_dict().items()}
+    saved = reference.module.state_dict()
+    state = {candidate.renamed(key): value for key, value in saved.items()}
     fix = "pass key_map={reference name or prefix: candidate's} where only the names differ"
     try:
         candidate.module.load_state_dict(state, strict=True)
@@ -179,14 +179,14 @@ def give_same_weights(reference: Subject, candidate: Subject) -> None:
         raise ArgumentError(
             describe(expected="a candidate with the reference's state dict", got=got, where="verify", fix=fix)
         ) from error
-    names = reference.parameters()
-    missing = [name for name in names if name not in candidate.parameters()]
+    names, found = reference.parameters(), candidate.parameters()
+    missing = [name for name in names if name not in found]
     own_names = dict(candidate.module.named_parameters(remove_duplicate=False))
     extra = own_names.keys() - {candidate.renamed(name) for name in names}
     if missing or extra:
         got = f"no {missing[0]} in the candidate" if missing else f"{min(extra)} in the candidate alone"
         raise ArgumentError(describe(expected="parameters of the same names", got=got, where="verify", fix=fix))
-    candidate.load({name: buffer for name, buffer in reference.buffers().items() if name not in own_keys})
+    candidate.load({name: buffer for name, buffer in reference.buffers().items() if name not in saved})
 
 
 def freeze(subject: Subject, names: Iterable[str]) -> None:
