@@ -1,4 +1,4 @@
-"""Errors that lowtide raises for a user's input: one line that says what was expected, what came, where, and what to do.
+"""Errors that a user's input raises: one line that says what was expected, what came, where, and what to do.
 
 Every one derives from `LowtideError`, which the command line prints without a traceback (exit code 2). A wrong result
 inside lowtide is an `AssertionError`, never one of these.
@@ -46,8 +46,8 @@ class ParityError(LowtideError, AssertionError):
 def describe(*, expected: str, got: object, where: str, fix: str = "") -> str:
     """The one-line message of a `LowtideError`.
 
-    >>> describe(expected="recompute in none, pointwise", got="'leyer'", where="DenseNet(recompute=...)", fix="use 'layer'")
-    "DenseNet(recompute=...): expected recompute in none, pointwise, got 'leyer'; use 'layer'"
+    >>> describe(expected="a level in none, layer", got="'leyer'", where="DenseNet(recompute=)", fix="use 'layer'")
+    "DenseNet(recompute=): expected a level in none, layer, got 'leyer'; use 'layer'"
     """
     tail = f"; {fix}" if fix else ""
     return f"{where}: expected {expected}, got {got}{tail}"

@@ -3,7 +3,7 @@
 | level | kept for backward | redone in backward |
 | --- | --- | --- |
 | "none" | whatever ordinary autograd keeps (the plain implementation) | nothing |
-| "pointwise" | features once, and the bottleneck or pre-activation maps | norm, activation, concatenation, kernel, spectra |
+| "pointwise" | features once, and bottleneck or pre-activation maps | norm, activation, concatenation; kernel |
 | "layer" | features once (the layer's input) | also the 1x1 convolution, the long convolution |
 | "block" | the block's input | the whole block's forward |
 """

@@ -32,19 +32,14 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
     return z
 
 
-def _statistics(x: Tensor, norm: Norm, dtype: torch.dtype) -> tuple[FixedNorm, Tensor]:
-    """The norm with the statistics of x, and z. Moves the running ones."""
+def _run(x: Tensor, norm: Norm, dtype: torch.dtype) -> tuple[FixedNorm, Tensor]:
+    """The norm with the statistics that it used, and z. Moves the running ones."""
+    kept = frozen_copy(norm)
     if isinstance(norm, GroupNorm):
         z, mean, rstd = group_norm(x, norm)
-        return FixedNorm(frozen_copy(norm), mean, rstd, dtype), z
-    if isinstance(norm, BatchNorm):
-        fixed = FixedNorm(frozen_copy(norm), *_batch_statistics(x, norm), dtype)
-    else:
-        fixed = FixedNorm(frozen_copy(norm), *_instance_statistics(x, norm), dtype)
-    return fixed, fixed(x)
-
-
-def _batch_statistics(x: Tensor, norm: BatchNorm) -> tuple[Tensor, Tensor]:
+        return FixedNorm(kept, mean, rstd, dtype), z
+    if isinstance(norm, InstanceNorm):
+        return _run_instance(x, norm, kept, dtype)
     if norm.reduce is not None:
         raise UnsupportedError(
             describe(expected="statistics of one process", got="a process group", where="norm_act_conv")
@@ -52,7 +47,8 @@ def _batch_statistics(x: Tensor, norm: BatchNorm) -> tuple[Tensor, Tensor]:
     if not norm.uses_batch:
         assert norm.running_mean is not None
         assert norm.running_var is not None
-        return norm.running_mean, norm.running_var
+        fixed = FixedNorm(kept, norm.running_mean, norm.running_var, dtype, frozen=True)
+        return fixed, fixed(x)
     _check_count(x.shape[0] * x.shape[2:].numel(), x)
     momentum = norm.momentum
     if norm.training and norm.num_batches_tracked is not None:
@@ -60,37 +56,25 @@ def _batch_statistics(x: Tensor, norm: BatchNorm) -> tuple[Tensor, Tensor]:
         if momentum is None:
             momentum = 1.0 / float(norm.num_batches_tracked)
     running = (norm.running_mean, norm.running_var) if norm.training else (None, None)
-    return _moments(x, norm.weight, *running, momentum or 0.0)
+    z, mean, rstd = torch.native_batch_norm(x, norm.weight, norm.bias, *running, True, momentum or 0.0, norm.eps)
+    return FixedNorm(kept, mean, rstd, dtype), z
 
 
-def _instance_statistics(x: Tensor, norm: InstanceNorm) -> tuple[Tensor, Tensor]:
+def _run_instance(x: Tensor, norm: InstanceNorm, kept: Norm, dtype: torch.dtype) -> tuple[FixedNorm, Tensor]:
+    """Batch norm of one image with N * c channels; the running statistics are means over the images."""
     n, c = x.shape[:2]
     _check_count(x.shape[2:].numel(), x)
-    mean, var = _moments(rows(x), norm.weight, None, None, 0.0)
-    if norm.training and norm.running_mean is not None and norm.running_var is not None:
-        count = x.shape[2:].numel()
-        unbiased = var * (count / (count - 1))
-        for running, values in ((norm.running_mean, mean), (norm.running_var, unbiased)):
-            moved = running.to(values.dtype) * (1 - norm.momentum) + values.view(n, c).mean(0) * norm.momentum
-            running.copy_(moved)
-    return mean, var
-
-
-def _moments(
-    x: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
-) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per channel; moves the running ones by `momentum`."""
-    if running_mean is None or running_var is None:
-        # the operator answers in the dtype of the running statistics: half precision would be too coarse
-        wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-        like = x.new_empty(0, dtype=wide if weight is None else weight.dtype)
-        running_mean, running_var, momentum = like.new_zeros(x.shape[1]), like.new_zeros(x.shape[1]), 0.0
-    if type(x) is Tensor:
-        return torch.batch_norm_update_stats(x, running_mean, running_var, momentum)
-    # a fake tensor: the operator has no rule for shapes alone
-    axes = [axis for axis in range(x.dim()) if axis != 1]
-    var, mean = torch.var_mean(x.to(running_mean.dtype), axes, correction=0)
-    return mean, var
+    weight, bias = (None if v is None else v.repeat(n) for v in (norm.weight, norm.bias))
+    moving = (norm.running_mean, norm.running_var) if norm.training else (None, None)
+    running_mean, running_var = (None if v is None else v.repeat(n) for v in moving)
+    z, mean, rstd = torch.native_batch_norm(
+        rows(x), weight, bias, running_mean, running_var, True, norm.momentum, norm.eps
+    )
+    for old, new in zip(moving, (running_mean, running_var), strict=True):
+        if old is not None and new is not None:
+            old.copy_(new.view(n, c).mean(0))
+    # no view: a view made by a custom function may not be changed in place later
+    return FixedNorm(kept, mean, rstd, dtype), torch.ops.aten._unsafe_view(z, x.shape)
 
 
 def _check_count(count: int, x: Tensor) -> None:
@@ -117,10 +101,9 @@ class _Norm(torch.autograd.Function):
         found: list[FixedNorm],
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.uses_input = not isinstance(norm, BatchNorm) or norm.uses_batch
         ctx.dtype = x.dtype
         with torch.autocast(x.device.type, enabled=False):
-            fixed, z = _statistics(x.to(dtype), norm, dtype)
+            fixed, z = _run(x.to(dtype), norm, dtype)
         Made(base_of(x), fixed).save(ctx)
         found.append(fixed)
         return z
@@ -140,7 +123,7 @@ class _Norm(torch.autograd.Function):
             if isinstance(fixed.norm, GroupNorm):
                 dx, dgamma, dbeta = _group_backward(dz, x, fixed, fixed.norm, needs)
             else:
-                dx, dgamma, dbeta = _batch_backward(dz, x, fixed, fixed.norm, ctx.uses_input, needs)
+                dx, dgamma, dbeta = _batch_backward(dz, x, fixed, fixed.norm, needs)
         return None if dx is None else dx.to(ctx.dtype), dgamma, dbeta, None, None, None
 
 
@@ -168,19 +151,18 @@ def _group_backward(
 
 
 def _batch_backward(
-    dz: Tensor, x: Tensor, fixed: FixedNorm, norm: BatchNorm | InstanceNorm, uses_input: bool, needs: list[bool]
+    dz: Tensor, x: Tensor, fixed: FixedNorm, norm: BatchNorm | InstanceNorm, needs: list[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    mean, var, weight, shape = fixed.mean, fixed.spread, norm.weight, x.shape
+    weight, shape = norm.weight, x.shape
     if isinstance(norm, InstanceNorm):
         x, dz = rows(x), rows(dz)
         weight = None if weight is None else weight.repeat(shape[0])
-    rstd = (var + norm.eps).rsqrt()
+    running, of_input = ((fixed.mean, fixed.spread), (None, None))[:: 1 if fixed.frozen else -1]
     dx, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward(
-        dz, x, weight, mean, var, mean, rstd, uses_input, norm.eps, needs
+        dz, x, weight, *running, *of_input, not fixed.frozen, norm.eps, needs
     )
     if isinstance(norm, InstanceNorm):
         dx = dx.view(shape) if needs[0] else None
-        dgamma, dbeta = (
-            v.view(shape[:2]).sum(0) if need else None for v, need in ((dgamma, needs[1]), (dbeta, needs[2]))
-        )
+        dgamma = dgamma.view(shape[:2]).sum(0) if needs[1] else None
+        dbeta = dbeta.view(shape[:2]).sum(0) if needs[2] else None
     return dx, dgamma, dbeta
