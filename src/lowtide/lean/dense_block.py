@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowtide.kernels import Kernels, accumulation_dtype, select
+from lowtide.kernels import Kernels, Normed, accumulation_dtype, select
 from lowtide.lean import dropout
 from lowtide.lean.batch_norm import Affine, Moments, affine, batch_moments, correction, update_running
 from lowtide.lean.maps import (
@@ -37,6 +37,7 @@ from lowtide.lean.maps import (
     in_form_of,
     is_rows,
     mix,
+    mixed,
     new_map,
     position_tiles,
     tile_bytes,
@@ -197,11 +198,14 @@ def bottleneck(tools: Tools, x: Tensor, at: Affine, conv: Convolution, h: Tensor
     """h = W1 relu(scale * x + shift), tile by tile. x (N, c, S), h (N, b*k, S)."""
     n, c, s = x.shape
     weight = _matrix(conv.weight, tools.dtype)
-    for images, positions in position_tiles(n, s, c * weight.element_size(), tools.budget):
-        part = x[images, :, positions]
-        z = tools.scratch("z", *part.shape)
-        tools.kernels.scale_shift_act(part, at.scale, at.shift, "relu", z)
-        mix(weight, z, h[images, :, positions])
+    if tools.kernels.fuses_mix(x, h):
+        tools.kernels.norm_act_mix(x, at.scale, at.shift, weight, h)
+    else:
+        for images, positions in position_tiles(n, s, c * weight.element_size(), tools.budget):
+            part = x[images, :, positions]
+            z = tools.scratch("z", *part.shape, rows=tools.bottleneck_rows)
+            tools.kernels.scale_shift_act(part, at.scale, at.shift, "relu", z)
+            mix(weight, z, h[images, :, positions])
     if conv.bias is not None:
         h += conv.bias.detach().to(h.dtype)[:, None]
 
@@ -306,12 +310,23 @@ class _LayerBackward:
         dweight = torch.zeros_like(weight, dtype=acc) if self.want(slot.conv1.weight) else None
         dbias = weight.new_zeros(len(weight), dtype=acc) if self.want(slot.conv1.bias) else None
         sums1, sums1_x = self._vector_pair(self.x)
+        weight_t = weight.t().contiguous()
         slope = fix2.slope if fix2.slope is not None else torch.zeros_like(sums)
         offset = fix2.offset if fix2.offset is not None else torch.zeros_like(sums)
         n_bytes = self.x.shape[1] * weight.element_size()
         while tiles:
             images, da = tiles.pop(0)
             x, total, h_part = self.x[images], self.total[images], h[images]
+            if dbias is None and self.tools.kernels.fuses_mix(x, da):
+                self.tools.kernels.norm_act_mix_backward(
+                    da, x, self.at1.scale, self.at1.shift, self.at1.mean, weight,
+                    normed=Normed(h_part, at2.scale, slope, offset),
+                    total=total if needs_dz else None,
+                    sums=sums1 if needs_dz else None,
+                    sums_x=sums1_x if needs_dz else None,
+                    dweight=dweight,
+                )  # fmt: skip
+                continue
             for sub, positions in position_tiles(da.shape[0], da.shape[2], n_bytes, self.tools.budget):
                 dh = da[sub, :, positions]
                 self.tools.kernels.affine_add_(dh, at2.scale, h_part[sub, :, positions], slope, offset)
@@ -319,12 +334,11 @@ class _LayerBackward:
                 if dbias is not None:
                     dbias += dh.sum((0, 2), dtype=dbias.dtype)
                 if dweight is not None:
-                    z = self.tools.scratch("z", *part.shape)
+                    z = self.tools.scratch("z", *part.shape, rows=self.tools.bottleneck_rows)
                     self.tools.kernels.scale_shift_act(part, self.at1.scale, self.at1.shift, "relu", z)
                     add_outer_(dweight, dh, z)
                 if needs_dz:
-                    dz = self.tools.scratch("dz", *part.shape)
-                    mix(weight.t(), dh, dz)
+                    dz = mixed(weight_t, dh, self.tools.scratch, "dz", rows=is_rows(self.x))
                     self._through_norm1(dz, part, total[sub, :, positions], sums1, sums1_x)
         if dweight is not None:
             self.put(slot.conv1.weight, dweight.view(layer.conv1.weight.shape))

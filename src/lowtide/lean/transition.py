@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowtide.lean.batch_norm import Affine, correction
 from lowtide.lean.dense_block import Corrections, Put, Tools, Want
-from lowtide.lean.maps import add_outer_, image_tiles, in_form_of, mix, new_images, to_grid
+from lowtide.lean.maps import add_outer_, image_tiles, in_form_of, is_rows, mix, mixed, new_images, to_grid
 from lowtide.parts import BatchNorm, Head, Transition
 
 
@@ -61,17 +61,18 @@ def transition_backward(
     dweight = torch.zeros_like(weight, dtype=acc) if want(slot.conv.weight) else None
     needs_dz = grad is not None or want(slot.norm.weight) or want(slot.norm.bias)
     sums, sums_x = torch.zeros_like(at.scale), torch.zeros_like(at.scale)
+    weight_t = weight.t().contiguous()
     dy = grad_out.flatten(2)
     for images in _tiles(tools, features):
-        x, dy_part = features[images], dy[images].to(tools.dtype)
+        x = features[images]
+        dy_part = in_form_of(x, dy[images].to(tools.dtype))
         z = _activated(tools, x, at)
         pooled = _pool(tools, z)
         if dweight is not None:
             add_outer_(dweight, dy_part, pooled.flatten(2))
         if needs_dz:
-            dpooled = pooled.flatten(2)  # its memory: pooled is not read again
-            mix(weight.t(), dy_part, dpooled)
-            dz = _pool_backward(tools, dpooled.view(pooled.shape), z)
+            dpooled = mixed(weight_t, dy_part, tools.scratch, "dpooled", rows=is_rows(x))
+            dz = _pool_backward(tools, dpooled.unflatten(2, pooled.shape[2:]), z)
             _add_to_features(tools, dz, x, at, None if grad is None else grad[images], sums, sums_x)
     if dweight is not None:
         put(slot.conv.weight, dweight.view(parts.conv.weight.shape))
