@@ -129,7 +129,7 @@ def test_progress_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert lines[2].startswith("epoch 2/2  lr 0.001  train loss ")
     for line in lines[1:]:
         assert "validation loss" in line
-        assert "images/s" in line
+        assert "samples/s" in line
         assert "peak memory" in line
     assert len(lines) == 3
     assert captured.out.startswith("test error ")

@@ -36,7 +36,9 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "demo": Command("lowtide.cli.demo", "demo", "Train the same network plain and lean side by side; one HTML page."),
     "train densenet": Command("lowtide.cli.train", "densenet", "Train a DenseNet on images.", parses_itself=True),
-    "train sgconv": Command("lowtide.cli.train_sgconv", "train_sgconv", "Train a long-convolution model on sequences."),
+    "train sgconv": Command(
+        "lowtide.cli.train_sgconv", "sgconv", "Train a long-convolution model on sequences.", parses_itself=True
+    ),
     "eval": Command("lowtide.cli.eval", "evaluate", "Error of a trained checkpoint on a data set."),
     "predict": Command("lowtide.cli.predict", "predict", "Classes of image files by a trained checkpoint."),
     "verify": Command("lowtide.cli.verify", "verify", "Is the candidate the same network as the reference?"),

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from torch import nn
 
+from lowtide.data.batches import BatchDataset
+from lowtide.data.sequences import SequenceFormat
 from lowtide.errors import ArgumentError, describe
-from lowtide.train.densenet import load_data, load_trained
+from lowtide.train import densenet, sgconv
 from lowtide.train.evaluate import evaluate as evaluate_model
 from lowtide.train.objective import classification
+from lowtide.train.options import Precision
+from lowtide.train.trained import checkpoint_kind
 
 
 def evaluate(
@@ -33,16 +38,36 @@ def evaluate(
         checkpoint: A run's folder or a checkpoint file.
         part: Which part; the split is that of the training run.
         best: Of a run's folder, take the weights with the least validation error instead of the last ones.
-        data: Another data set with the same classes (digits, fashion-mnist, ..., folder:PATH).
+        data: Another data set with the same classes (digits, fashion-mnist, ..., folder:PATH, npz:PATH).
         data_dir: Folder of the data set's files.
-        limit: Use the first so many test pictures.
-        batch_size: Pictures per batch.
+        limit: Use the first so many test samples.
+        batch_size: Samples per batch.
         device: cpu, cuda, cuda:1; auto takes a GPU if there is one.
         json: Print the result as JSON.
     """
     if batch_size < 1:
         raise ArgumentError(describe(expected="at least 1", got=batch_size, where="--batch-size"))
-    trained = load_trained(checkpoint, device, best)
+    kind = checkpoint_kind(checkpoint, best)
+    choose = {densenet.KIND: _pictures, sgconv.KIND: _rows}.get(kind, _pictures)
+    model, samples, precision, unit = choose(checkpoint, part, best, data, data_dir, limit, device)
+    if samples is None:
+        got = "none, as the run held nothing out"
+        raise ArgumentError(describe(expected=f"validation {unit}", got=got, where="--part validation"))
+    result = evaluate_model(model, samples, classification, batch_size, precision)
+    if json:
+        print(json_format.dumps({"part": part, **result._asdict()}))
+    else:
+        print(f"{part} error {result.error_percent:.2f} % (loss {result.loss:.4f}) on {result.n_targets} {unit}")
+
+
+Part = Literal["test", "validation", "train"]
+Chosen = tuple[nn.Module, BatchDataset | None, Precision, str]
+
+
+def _pictures(
+    checkpoint: Path, part: Part, best: bool, data: str | None, data_dir: str | None, limit: int | None, device: str
+) -> Chosen:
+    trained = densenet.load_trained(checkpoint, device, best)
     options = dataclasses.replace(
         trained.options,
         data=data or trained.options.data,
@@ -50,17 +75,34 @@ def evaluate(
         limit_test=limit or trained.options.limit_test,
         augment="none",
     )
-    found = load_data(options, trained.preprocessing)
+    found = densenet.load_data(options, trained.preprocessing)
     _check_same_task(trained.classes, trained.preprocessing.channels, found.classes, found.preprocessing.channels, data)
-    pictures = {"test": found.test, "validation": found.validation, "train": found.train}[part]
-    if pictures is None:
-        got = "none, as the run held nothing out"
-        raise ArgumentError(describe(expected="validation pictures", got=got, where="--part validation"))
-    result = evaluate_model(trained.model, pictures, classification, batch_size, options.precision)
-    if json:
-        print(json_format.dumps({"part": part, **result._asdict()}))
-    else:
-        print(f"{part} error {result.error_percent:.2f} % (loss {result.loss:.4f}) on {result.n_targets} pictures")
+    return trained.model, getattr(found, part), options.precision, "pictures"
+
+
+def _rows(
+    checkpoint: Path, part: Part, best: bool, data: str | None, data_dir: str | None, limit: int | None, device: str
+) -> Chosen:
+    trained = sgconv.load_trained(checkpoint, device, best)
+    options = dataclasses.replace(
+        trained.options,
+        data=data or trained.options.data,
+        data_dir=data_dir or trained.options.data_dir,
+        limit_test=limit or trained.options.limit_test,
+    )
+    found = sgconv.load_data(options, trained.format)
+    own, other = trained.format, found.format
+    # a file of one's own may lack the last class or token
+    more = len(found.classes) > len(trained.classes) or (other.vocabulary or 0) > (own.vocabulary or 0)
+    if more or own.d_input != other.d_input or (own.vocabulary is None) != (other.vocabulary is None):
+
+        def say(form: SequenceFormat, classes: tuple[str, ...]) -> str:
+            what = f"{form.vocabulary} tokens" if form.vocabulary else f"{form.d_input} numbers per position"
+            return f"{what} and {len(classes)} classes"
+
+        expected, got = say(own, trained.classes), say(other, found.classes)
+        raise ArgumentError(describe(expected=expected, got=got, where=f"--data {options.data}"))
+    return trained.model, getattr(found, part), options.precision, "rows"
 
 
 def _check_same_task(

@@ -1,10 +1,14 @@
-"""`lowtide train densenet`: flags, saved options of a run that is resumed, and the result as text or JSON."""
+"""`lowtide train densenet`: flags, saved options of a run that is resumed, and the result as text or JSON.
+
+`lowtide train sgconv` (train_sgconv.py) shares `train_and_tell`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,35 +48,34 @@ def densenet(prog: str, args: Sequence[str]) -> None:
         defaults = DenseNetFlags(**dataclasses.asdict(saved), out=flags.out)
         options = _options(parse(prog, DenseNetFlags, args, default=defaults, flag_pairs=True))
         check_unchanged(saved, options, str(run.folder))
-    finished = run.summary() if flags.resume else None
+    start = functools.partial(train_densenet, options)
+    train_and_tell(prog, run, start, flags.resume, flags.overwrite, flags.json, "pictures")
+
+
+def train_and_tell(
+    prog: str, run: Run, start: Callable[..., Summary], resume: bool, overwrite: bool, as_json: bool, samples: str
+) -> None:
+    """Train by `start(run, resume=, overwrite=, reporter=)`, unless the run has ended, and print the result."""
+    finished = run.summary() if resume else None
+    reporter = Reporter() if as_json else TerminalReporter()
     try:
-        summary = (
-            Summary(**finished)
-            if finished
-            else train_densenet(
-                options,
-                run,
-                resume=flags.resume,
-                overwrite=flags.overwrite,
-                reporter=Reporter() if flags.json else TerminalReporter(),
-            )
-        )
+        if finished:
+            summary = Summary(**finished)
+        else:
+            summary = start(run, resume=resume, overwrite=overwrite, reporter=reporter)
     except Interrupted as stop:
         raise Interrupted(f"{stop}; to continue: {prog} --out {run.folder} --resume") from None
-    if flags.json:
-        print(json.dumps(dataclasses.asdict(summary)))
-    else:
-        print(_text(summary))
+    print(json.dumps(dataclasses.asdict(summary)) if as_json else _text(summary, samples))
 
 
 def _options(flags: DenseNetFlags) -> DenseNetOptions:
     return DenseNetOptions(**{f.name: getattr(flags, f.name) for f in dataclasses.fields(DenseNetOptions)})
 
 
-def _text(summary: Summary) -> str:
+def _text(summary: Summary, samples: str) -> str:
     best = summary.best_validation_error_percent
     lines = [
-        f"test error {summary.test_error_percent:.2f} % (loss {summary.test_loss:.4f}) on {summary.n_test} pictures",
+        f"test error {summary.test_error_percent:.2f} % (loss {summary.test_loss:.4f}) on {summary.n_test} {samples}",
         f"train error {summary.train_error_percent:.2f} % (loss {summary.train_loss:.4f}) in the last epoch",
         "best validation error " + ("none was held out" if best is None else f"{best:.2f} %"),
         f"{summary.steps} steps in {summary.seconds:.0f} s, peak memory {format_bytes(summary.peak_memory_bytes)}",

@@ -78,6 +78,8 @@ class TrainOptions:
             raise CheckpointError(
                 describe(expected=f"the options of {cls.__name__}", got=f"a difference in {differ}", where=where)
             )
+        for name, value in values.items():
+            values[name] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
         return cls(**values)
 
 

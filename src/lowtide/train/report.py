@@ -82,7 +82,7 @@ class TerminalReporter(Reporter):
             self._task,
             description=f"epoch {view.epoch + 1}/{self._epochs}",
             completed=view.step_in_epoch,
-            view=f"loss {view.loss:.3f}  error {view.error_percent:.1f} %  {view.samples_per_second:.0f} images/s  "
+            view=f"loss {view.loss:.3f}  error {view.error_percent:.1f} %  {view.samples_per_second:.0f} samples/s  "
             f"memory {format_bytes(view.memory_bytes)}, peak {format_bytes(view.peak_memory_bytes)}",
         )
 
@@ -96,7 +96,7 @@ class TerminalReporter(Reporter):
         ]
         if row["validation_error_percent"] is not None:
             parts.append(f"validation loss {row['validation_loss']:.4f} error {row['validation_error_percent']:.2f} %")
-        parts += [f"{row['samples_per_second']:.0f} images/s", f"peak memory {format_bytes(row['peak_memory_bytes'])}"]
+        parts += [f"{row['samples_per_second']:.0f} samples/s", f"peak memory {format_bytes(row['peak_memory_bytes'])}"]
         self._console.print("  ".join(parts), soft_wrap=True)
 
     def note(self, text: str) -> None:

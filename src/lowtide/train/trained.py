@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lowtide.data.images import Preprocessing
 from lowtide.errors import CheckpointError, describe
+from lowtide.train.checkpoint import load_checkpoint
 from lowtide.train.options import TrainOptions
+from lowtide.train.run import Run
 
 
 def describe_trained(
@@ -30,10 +33,7 @@ def read_description(checkpoint: dict[str, Any], kind: str, where: str) -> tuple
     Raises:
         CheckpointError: it was written by another command than `kind`.
     """
-    strings = checkpoint["description"]
-    if strings.get("kind") != kind:
-        got = f"one of lowtide {strings.get('kind')}"
-        raise CheckpointError(describe(expected=f"a checkpoint of lowtide {kind}", got=got, where=where))
+    strings = read_strings(checkpoint, kind, where)
     stored = json.loads(strings["preprocessing"])
     preprocessing = Preprocessing(
         channels=stored["channels"],
@@ -43,3 +43,27 @@ def read_description(checkpoint: dict[str, Any], kind: str, where: str) -> tuple
         photograph=stored["photograph"],
     )
     return strings["options"], tuple(json.loads(strings["classes"])), preprocessing
+
+
+def read_strings(checkpoint: dict[str, Any], kind: str, where: str) -> dict[str, str]:
+    """The description of a checkpoint that the command `kind` wrote.
+
+    Raises:
+        CheckpointError: another command wrote it.
+    """
+    strings = checkpoint["description"]
+    if strings.get("kind") != kind:
+        got = f"one of lowtide {strings.get('kind')}"
+        raise CheckpointError(describe(expected=f"a checkpoint of lowtide {kind}", got=got, where=where))
+    return strings
+
+
+def checkpoint_kind(path: Path, best: bool = False) -> str:
+    """Which command wrote the checkpoint file, or that of a run's folder: "train densenet", ...
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if path.is_dir():
+        path = Run(path).best if best else Run(path).last
+    return load_checkpoint(path)["description"].get("kind", "")
