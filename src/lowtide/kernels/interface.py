@@ -14,6 +14,7 @@ A provider computes the same values as `tensor_calls` within rounding; it never 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -74,7 +75,7 @@ class Kernels(Protocol):
         ...
 
     def fuses_mix(self, x: Tensor, out: Tensor) -> bool:
-        """Whether `norm_act_mix` and its backward take these maps in one sweep, with no temporary of the size of a map.
+        """Whether the `norm_act_*` passes take these maps in one sweep, with no temporary of the size of a map.
 
         Otherwise they should be given small tiles.
         """
@@ -105,5 +106,34 @@ class Kernels(Protocol):
             total += scale * m; sums += sum(m); sums_x += sum(m * (x - mean));
             dweight (K, C) += sum over images and positions of g times relu(scale * x + shift).
         Each may be None, not to be computed; total needs sums. dweight is in the accumulation dtype.
+        """
+        ...
+
+    def norm_act_conv(
+        self, x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, spatial: Sequence[int], out: Tensor
+    ) -> None:
+        """out (N, K, S) = convolution of relu(scale * x + shift), x (N, C, S), S = the positions of `spatial`.
+
+        weight (K, C, *kernel), odd kernel sizes, stride 1, padding kernel // 2: the size stays.
+        """
+        ...
+
+    def norm_act_conv_backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        mean: Tensor,
+        weight: Tensor,
+        spatial: Sequence[int],
+        *,
+        masked: Tensor | None,
+        dweight: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Backward of `norm_act_conv` by grad (N, K, S). With m the gradient by scale * x + shift:
+
+        masked (N, C, S) = m; returns sum(m) and sum(m * (x - mean)), zeros if masked is None;
+        dweight += the gradient by the weight, in the accumulation dtype. None: not asked for.
         """
         ...

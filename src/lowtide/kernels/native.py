@@ -7,6 +7,7 @@ Sums are cut into parts that do not depend on the number of threads and added up
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from lowtide.kernels.native_tasks import (
     address,
     as_map,
     form_of,
+    grid_of,
     is_planes,
     is_rows,
 )
@@ -118,8 +120,8 @@ class NativeKernels:
         assert is_rows(x)
         assert is_rows(out)
         task = MixTask(
-            n_images, n_positions, n_inputs, n_outputs,
-            as_map(x, x), as_map(out, x, n_outputs), NO_MAP, NO_MAP,
+            n_images, n_positions, n_inputs, n_outputs, (1, 1, n_positions), (0, 0, 0),
+            as_map(x, x), as_map(out, x, n_outputs), NO_MAP, NO_MAP, 0,
             address(scale, x), address(shift, x), None, address(weight, x, n_outputs, n_inputs),
         )  # fmt: skip
         self._library.lowtide_mix_forward(ctypes.byref(task), self._level)
@@ -147,12 +149,72 @@ class NativeKernels:
         y, *y_vectors = normed or (None, None, None, None)
         assert all(is_rows(a) for a in (x, grad, y, total) if a is not None)
         task = MixTask(
-            n_images, n_positions, n_inputs, n_outputs,
+            n_images, n_positions, n_inputs, n_outputs, (1, 1, n_positions), (0, 0, 0),
             as_map(x, x), NO_MAP if y is None else as_map(y, x, n_outputs), as_map(grad, x, n_outputs),
-            NO_MAP if total is None else as_map(total, x),
+            NO_MAP if total is None else as_map(total, x), 0,
             address(scale, x), address(shift, x), address(mean, x), address(weight, x, n_outputs, n_inputs),
             *(None if v is None else address(v, x, n_outputs) for v in y_vectors),
             *(None if v is None else address(v, x) for v in (sums, sums_x)),
             None if dweight is None else address(dweight, x, n_outputs, n_inputs),
         )  # fmt: skip
         self._library.lowtide_mix_backward(ctypes.byref(task), self._level)
+
+    def norm_act_conv(
+        self, x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, spatial: Sequence[int], out: Tensor
+    ) -> None:
+        n_images, n_inputs, n_positions = x.shape
+        taps = _taps(weight, scale.dtype)
+        n_outputs = taps.shape[1]
+        assert is_rows(x)
+        assert is_rows(out)
+        task = MixTask(
+            n_images, n_positions, n_inputs, n_outputs, grid_of(spatial), _reach(weight),
+            as_map(x, x), as_map(out, x, n_outputs), NO_MAP, NO_MAP, 0,
+            address(scale, x), address(shift, x), None, address(taps, x, *taps.shape),
+        )  # fmt: skip
+        self._library.lowtide_mix_forward(ctypes.byref(task), self._level)
+
+    def norm_act_conv_backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        mean: Tensor,
+        weight: Tensor,
+        spatial: Sequence[int],
+        *,
+        masked: Tensor | None,
+        dweight: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        n_images, n_inputs, n_positions = x.shape
+        taps = _taps(weight, scale.dtype)
+        dtaps = None if dweight is None else torch.zeros_like(taps)
+        sums, sums_x = torch.zeros(2, n_inputs, dtype=scale.dtype)
+        assert all(is_rows(a) for a in (x, grad, masked) if a is not None)
+        task = MixTask(
+            n_images, n_positions, n_inputs, taps.shape[1], grid_of(spatial), _reach(weight),
+            as_map(x, x), NO_MAP, as_map(grad, x, taps.shape[1]), NO_MAP if masked is None else as_map(masked, x), 1,
+            address(scale, x), address(shift, x), address(mean, x), address(taps, x, *taps.shape), None, None, None,
+            *(None if masked is None else v.data_ptr() for v in (sums, sums_x)),
+            None if dtaps is None else dtaps.data_ptr(),
+        )  # fmt: skip
+        self._library.lowtide_mix_backward(ctypes.byref(task), self._level)
+        if dweight is not None and dtaps is not None:
+            dweight += dtaps.permute(1, 2, 0).unflatten(2, weight.shape[2:]).flip(_axes(weight))
+        return sums, sums_x
+
+
+def _axes(weight: Tensor) -> tuple[int, ...]:
+    return tuple(range(2, weight.dim()))
+
+
+def _taps(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A convolution's weight (K, C, *kernel) as (TAPS, K, C), turned round: see native_src/task.h."""
+    return weight.to(dtype).flip(_axes(weight)).flatten(2).permute(2, 0, 1).contiguous()
+
+
+def _reach(weight: Tensor) -> tuple[int, int, int]:
+    assert all(size % 2 for size in weight.shape[2:]), f"a kernel {tuple(weight.shape[2:])} has no middle"
+    depth, height, width = grid_of(weight.shape[2:])
+    return depth // 2, height // 2, width // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -51,10 +52,18 @@ class MixTask(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("images", "positions", "inputs", "outputs")),
+        *((name, ctypes.c_int64 * 3) for name in ("grid", "reach")),
         *((name, Map) for name in ("x", "y", "grad", "total")),
+        ("assign", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("scale", "shift", "mean", "weight", "y_scale", "y_slope", "y_offset")),
         *((name, ctypes.c_void_p) for name in ("sums", "sums_x", "dweight")),
     )
+
+
+def grid_of(spatial: Sequence[int]) -> tuple[int, int, int]:
+    """Spatial sizes as a grid of three axes, the missing ones in front."""
+    depth, height, width = (*[1] * (3 - len(spatial)), *spatial)
+    return depth, height, width
 
 
 def is_planes(x: Tensor) -> bool:

@@ -6,6 +6,8 @@ comment says what was found instead.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -121,6 +123,43 @@ class TensorCalls:
             sums_x += more_x
         else:
             self.act_backward_accumulate(dz, x, scale, shift, "relu", mean, total, sums, sums_x)
+
+    def norm_act_conv(
+        self, x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, spatial: Sequence[int], out: Tensor
+    ) -> None:
+        z = _scale_shift(x, scale, shift).relu_().to(weight.dtype).unflatten(2, tuple(spatial))
+        out.copy_(torch.convolution(z, weight, None, *_same_size(weight)).flatten(2))
+
+    def norm_act_conv_backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        mean: Tensor,
+        weight: Tensor,
+        spatial: Sequence[int],
+        *,
+        masked: Tensor | None,
+        dweight: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        z = _scale_shift(x, scale, shift).relu_().to(weight.dtype).unflatten(2, tuple(spatial))
+        by_output = grad.to(weight.dtype).unflatten(2, tuple(spatial))
+        needs = [masked is not None, dweight is not None, False]
+        dz, dw, _ = torch.ops.aten.convolution_backward(by_output, z, weight, None, *_same_size(weight), needs)
+        if dweight is not None:
+            dweight += dw
+        if masked is None:
+            zeros = torch.zeros_like(scale)
+            return zeros, zeros.clone()
+        masked.copy_(dz.flatten(2))
+        return self.act_backward_sums_(masked, x, scale, shift, "relu", mean)
+
+
+def _same_size(weight: Tensor) -> tuple[list[int], list[int], list[int], bool, list[int], int]:
+    """Stride, padding, dilation, transposed, output padding and groups of a convolution that keeps the size."""
+    ones = [1] * (weight.dim() - 2)
+    return ones, [size // 2 for size in weight.shape[2:]], ones, False, [0] * len(ones), 1
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:

@@ -40,28 +40,34 @@ struct Work {
   double* partials;         // (blocks, 2, C): both sums of every block; PLANES: one block, each thread fills its channels
 };
 
-// A norm, an activation and a 1x1 convolution, y = W relu(scale * x + shift), over maps in rows. C numbers in, K out.
+// A norm, relu and a convolution of stride 1 that keeps the size, over maps in rows: y = W * relu(scale * x + shift).
+// C numbers in, K out, TAPS = kernel sizes multiplied. The taps are in the order of the OUTPUT positions that one input
+// position reaches, from -reach to reach along each axis, the last axis fastest: that is the kernel turned round. A 1x1
+// convolution has reach 0 and one tap.
 struct MixTask {
   int64_t images, positions;
   int64_t inputs, outputs;  // C, K
+  int64_t grid[3];          // the positions as a grid, the last axis fastest; missing axes are 1
+  int64_t reach[3];         // (kernel size - 1) / 2
   Map x;                    // (N, C, S)
   Map y;                    // (N, K, S): written forward; backward: read if y_scale is there
   Map grad;                 // (N, K, S), backward: the gradient by y; by y's own norm's output if y_scale is there
-  Map total;                // (N, C, S), backward: the buffer that is added to, or no data
+  Map total;                // (N, C, S), backward: what the gradient goes to, or no data
+  int64_t assign;           // 0: total += scale * m; 1: total = m, the gradient by relu's input
   const void* scale;        // (C,)
   const void* shift;
   const void* mean;
-  const void* weight;    // (K, C), contiguous, in the type of the arithmetic
+  const void* weight;    // (TAPS, K, C), contiguous, in the type of the arithmetic
   const void* y_scale;   // (K,) or null: the gradient by y is y_scale * grad + y_slope * y + y_offset
   const void* y_slope;
   const void* y_offset;
   void* sums;     // (C,), added to; null if the gradient by x and its norm is not asked for
   void* sums_x;
-  void* dweight;  // (K, C), added to, or null
+  void* dweight;  // (TAPS, K, C), added to, or null
 };
 
 // Partial results of one slice of the rows.
 struct MixSlice {
   double* sums;    // (2, C)
-  void* dweight;   // (K, whole vectors of C), or null
+  void* dweight;   // (whole tiles of TAPS * K, whole vectors of C), or null
 };
