@@ -1,14 +1,25 @@
 """lowtide: train the same network with the same gradients in a fraction of the peak memory, and prove it.
 
-Importing it touches no GPU, compiles nothing and needs no optional package. `lowtide.verify` and `lowtide.measure` are
-functions; their packages' other names come by `from lowtide.verify import ...`.
+Importing it touches no GPU, compiles nothing and needs no optional package. `lowtide.convert`, `lowtide.verify` and
+`lowtide.measure` are functions; their packages' other names come by `from lowtide.verify import ...`.
 """
 
 from __future__ import annotations
 
+from lowtide.convert import ConversionReport, convert, restore
 from lowtide.errors import LowtideError
 from lowtide.measure import Measurement, measure
 from lowtide.verify import ParityReport, verify
 
-__all__ = ["LowtideError", "Measurement", "ParityReport", "__version__", "measure", "verify"]
+__all__ = [
+    "ConversionReport",
+    "LowtideError",
+    "Measurement",
+    "ParityReport",
+    "__version__",
+    "convert",
+    "measure",
+    "restore",
+    "verify",
+]
 __version__ = "0.1.0"

@@ -27,24 +27,32 @@ _MARK = "_lowtide_made"
 class FixedNorm:
     """A norm and the statistics that its forward used.
 
-    Batch and instance norm: mean and biased variance, (c,) or (N * c,). Group norm: mean and rstd, (N, groups).
-    `dtype` is that of the result.
+    `mean` and `spread` of the input: rstd, (c,) for batch norm, (N * c,) for instance norm, (N, groups) for group norm.
+    With `frozen` (batch norm alone) they are the running mean and variance. `dtype` is that of the result.
     """
 
     norm: Norm
     mean: Tensor
     spread: Tensor
     dtype: torch.dtype
+    frozen: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """z, bit for bit the forward's."""
         norm, x = self.norm, x.to(self.dtype)
         if isinstance(norm, GroupNorm):
             return group_norm(x, norm)[0]
-        if isinstance(norm, BatchNorm):
+        if self.frozen:
             return F.batch_norm(x, self.mean, self.spread, norm.weight, norm.bias, False, 0.0, norm.eps)
+        if isinstance(norm, BatchNorm):
+            return self._scaled(x, norm.weight, norm.bias)
         weight, bias = (None if v is None else v.repeat(len(x)) for v in (norm.weight, norm.bias))
-        return F.batch_norm(rows(x), self.mean, self.spread, weight, bias, False, 0.0, norm.eps).view(x.shape)
+        return self._scaled(rows(x), weight, bias).view(x.shape)
+
+    def _scaled(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """As the operator does it in training: by weight * rstd. With variance 1 and eps 0 it takes that from us."""
+        scale = self.spread if weight is None else self.spread * weight
+        return F.batch_norm(x, self.mean, torch.ones_like(self.mean), scale, bias, False, 0.0, 0.0)
 
 
 def rows(x: Tensor) -> Tensor:
