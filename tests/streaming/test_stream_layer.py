@@ -154,6 +154,17 @@ def test_changed_weights_are_used_at_once(change):
     assert relative_error(streamed(layer, u[..., 150:], state, [1] * 5 + [45]), want[..., 150:]) < 1e-12
 
 
+def test_a_parameter_that_takes_the_place_of_a_freed_one():
+    """The same address and version as before, other numbers."""
+    layer = make_layer()
+    u = draw(layer, 1, 100)
+    for value in range(1, 12):
+        layer.kernel_list[1] = nn.Parameter(torch.empty(0))  # frees the one before
+        layer.kernel_list[1] = nn.Parameter(torch.full((1, 6, 16), float(value), dtype=torch.float64))
+        with torch.no_grad():
+            assert relative_error(streamed(layer, u, layer.initial_state(1), [100]), layer(u)) < 1e-12
+
+
 def test_coefficients_are_made_once_per_weights(monkeypatch):
     from lowtide.nn import sgconv_stream
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import struct
 import subprocess
 import sys
@@ -148,7 +149,13 @@ def test_the_command_answers_each_block_before_the_next(tmp_path):
         "16",
     ]
     process = subprocess.Popen(
-        command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # with it nothing would be held back, whatever the command does
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -159,6 +166,8 @@ def test_the_command_answers_each_block_before_the_next(tmp_path):
         process.stdin.write(x[start:stop].numpy().tobytes())
         process.stdin.flush()
         while len(out) < stop * 8:
+            readable, _, _ = select.select([process.stdout], [], [], 60)
+            assert readable, "the block was held back"
             out += os.read(process.stdout.fileno(), 4096)
         assert len(out) == stop * 8
     rest, errors = process.communicate(x[32:].numpy().tobytes(), timeout=60)
