@@ -46,17 +46,16 @@ def direct_kernel(pieces: list[Tensor], multiplier: Tensor, decay: Tensor | None
 
 
 def direct_long_conv(u: Tensor, k: Tensor, skip: Tensor | None = None, k_reverse: Tensor | None = None) -> Tensor:
-    """y[t] = sum_j k[j] u[t-j] + sum_j k_reverse[j] u[t+j+1] + skip u[t], by loops over t and lag."""
+    """y[t] = sum_j k[j] u[t-j] + sum_j k_reverse[j] u[t+j+1] + skip u[t], lag by lag."""
     lead = k.shape[:-1]
     B, H, L = u.shape
     y = torch.zeros(B, *lead, L, dtype=torch.float64)
     wide = u.double().view(B, *(1,) * (len(lead) - 1), H, L)
-    for t in range(L):
-        for j in range(min(k.shape[-1], t + 1)):
-            y[..., t] += k[..., j].double() * wide[..., t - j]
-        if k_reverse is not None:
-            for j in range(min(k_reverse.shape[-1], L - 1 - t)):
-                y[..., t] += k_reverse[..., j].double() * wide[..., t + j + 1]
+    for j in range(min(k.shape[-1], L)):
+        y[..., j:] += k[..., j : j + 1].double() * wide[..., : L - j]
+    if k_reverse is not None:
+        for j in range(min(k_reverse.shape[-1], L - 1)):
+            y[..., : L - j - 1] += k_reverse[..., j : j + 1].double() * wide[..., j + 1 :]
     if skip is not None:
         y += skip.double()[..., None] * wide
     return y
