@@ -202,6 +202,6 @@ def test_too_few_trees_within_the_limits_end(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("lowtide.data.listops.PATIENCE", 300_000)
     found = []
     with pytest.raises(ArgumentError, match=r"enough different trees, got no new one in 300,000 draws after 400"):
-        found.extend(tree for tree in trees(ListOpsRules(shorter=3, longer=5)))
+        found.extend(itertools.islice(trees(ListOpsRules(shorter=3, longer=5)), 1000))
     only = trees(ListOpsRules(shorter=3, longer=5))
     assert len({tree.tokens for tree in itertools.islice(only, 400)}) == 400
