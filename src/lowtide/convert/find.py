@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowtide.convert import dense
 from lowtide.convert.described import SUPPORTED, NotLean, describe_block, describe_stem, describe_transition
 from lowtide.convert.obstacles import Obstacles
-from lowtide.convert.probe import ProbeError, compare, probe_copy, sample_map
+from lowtide.convert.probe import ProbeError, compare, probe_copy, sample_map, undisturbed
 from lowtide.convert.report import Skipped
 from lowtide.convert.structure import (
     BlockPlan,
@@ -29,7 +29,7 @@ from lowtide.convert.structure import (
 )
 from lowtide.convert.swap import swap
 from lowtide.levels import Level
-from lowtide.nn import DenseBlock, DenselyConnected
+from lowtide.nn import DenseBlock, DenselyConnected, Transition
 
 _STEM_SIZES = {1: (19,), 2: (17, 19), 3: (13, 11, 12)}
 
@@ -74,7 +74,7 @@ class Finder:
         for path, module in self.model.named_modules():
             if any(path.startswith(f"{root}." if root else "") for root in done if root != path):
                 continue
-            if isinstance(module, DenseBlock | DenselyConnected):
+            if isinstance(module, DenseBlock | DenselyConnected | Transition):
                 self.skipped.append(Skipped(path, "it is lean already: set_recompute changes its level"))
                 done.append(path)
                 continue
@@ -88,17 +88,19 @@ class Finder:
 
     def _block(self, path: str, module: nn.Module, plan: BlockPlan | None, chain: ChainPlan | None) -> bool:
         """Whether the module is settled: nothing inside it is to be looked at."""
-        reason = self._obstacles.of(module, path)
+        obstacle = reason = self._obstacles.of(module, path)
         if plan is not None and reason is None:
             try:
-                checked = check_block(module, plan, self.level)
+                with undisturbed(module):
+                    checked = check_block(module, plan, self.level)
                 self.actions.append(Action(path, dense.BLOCK, checked, f"dense block of {len(plan.layers)} layers"))
                 return True
             except (ProbeError, NotLean) as error:
                 reason = f"{error}; {SUPPORTED}" if isinstance(error, NotLean) else str(error)
-        if chain is not None and self.everything and self._obstacles.of(module, path) is None:
+        if chain is not None and self.everything and obstacle is None:
             try:
-                found = check_chain(module, chain, self.level)
+                with undisturbed(module):
+                    found = check_chain(module, chain, self.level)
             except ProbeError as error:
                 reason = reason or str(error)
             else:
@@ -107,7 +109,7 @@ class Finder:
                 return True
         # one layer alone has the parts of many another thing, and so has a chain of unknown layers
         if plan is not None and len(plan.layers) > 1:
-            if not self.everything and chain_would_do(module, self.level):
+            if not self.everything and obstacle is None and chain_would_do(module, self.level):
                 reason = f'{reason}; scope="all" converts it layer by layer'
             self.skipped.append(Skipped(path, reason or "unknown"))
         return False
@@ -255,6 +257,7 @@ def chain_would_do(module: nn.Module, level: Level) -> bool:
     """Whether scope "all" would convert the block."""
     plan = find_chain(module)
     try:
-        return plan is not None and check_chain(module, plan, level) is not None
+        with undisturbed(module):
+            return plan is not None and check_chain(module, plan, level) is not None
     except ProbeError:
         return False

@@ -6,8 +6,9 @@ numbers, in training and in eval: output, gradients and buffers must agree.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,25 @@ def probe_copy(module: nn.Module) -> nn.Module:
         for hooks in (child._forward_hooks, child._forward_pre_hooks, child._backward_hooks, child._backward_pre_hooks):
             hooks.clear()
     return twin
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Trial runs of copies must leave the module alone: a copy that still reaches into it (a function in an attribute,
+    say) is found by the buffers that it moves, which get their values back.
+
+    Raises:
+        ProbeError: a copy moved a buffer.
+    """
+    before = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        moved = [(buffer, value) for buffer, version, value in before if buffer._version != version]
+        for buffer, value in moved:
+            buffer.copy_(value)
+        if moved:
+            raise ProbeError("a copy of it changes the original's buffers")
 
 
 def compare(original: nn.Module, change: Callable[[nn.Module], None], x: Tensor) -> None:

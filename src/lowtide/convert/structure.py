@@ -37,12 +37,12 @@ def norm_has_activation(module: nn.Module) -> bool:
 
 
 def leaves(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Modules that compute something, in the order of registration; a norm is one even if it has children."""
+    """Modules that compute something, in order; a norm or convolution is one even if it has children."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if isinstance(child, nn.Identity):
             continue
-        if isinstance(child, NORMS) or not child._modules:
+        if isinstance(child, (*NORMS, *CONVOLUTIONS)) or not child._modules:
             yield path, child
         else:
             yield from leaves(child, f"{path}.")
