@@ -42,8 +42,9 @@ def test_rows_of_the_long_range_arena(task):
 def test_signature_is_the_one_that_is_promised():
     promised = (
         "d_model l_max kernel_dim=64 n_scales=None init_scale=0 channels=1 bidirectional=False init='randn' "
-        "combine='cat' interpolation='linear' alignment='half_pixel' decay='scale' decay_min=2.0 decay_max=2.0 activation='gelu' "
-        "postact=None dropout=0.0 tie_dropout=False norm=False linear=False transposed=True recompute='pointwise'"
+        "combine='cat' interpolation='linear' alignment='half_pixel' decay='scale' decay_min=2.0 decay_max=2.0 "
+        "activation='gelu' postact=None dropout=0.0 tie_dropout=False norm=False linear=False transposed=True "
+        "recompute='pointwise'"
     )
     parameters = list(inspect.signature(SGConv).parameters.values())
     assert " ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters) == promised
