@@ -1,6 +1,6 @@
 """SGConv, structured global convolution (Li et al. 2022, arXiv 2210.09298): parameters, buffers and their life-cycle.
 
-The arithmetic is `lowtide.functional.sgconv`; what users asked about the kernel is answered in docs/sgconv.md.
+The arithmetic is `lowtide.functional.sgconv`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SGConv(StreamingSGConv, nn.Module):
     The ends. With half-pixel centres ("half_pixel") the first and last half cell of each piece are flat. Scaling by
     distance (multiplier^(S-1-i), or a power of the distance) is an initialisation and a preconditioner: the weights
     could learn it, but one number of the last piece is worth thousands of taps, and a step of the optimiser moves them
-    all. Both, and the effect of rounding, are measured in docs/sgconv.md by benchmarks/sgconv_questions.py.
+    all. How much either matters, and rounding, has not been measured.
 
     Args:
         d_model: features H of the input and the output.
