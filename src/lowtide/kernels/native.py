@@ -1,7 +1,8 @@
 """The passes in C++ (native_src/), each one read and one write of memory, for maps of every floating dtype on the CPU.
 
 Arithmetic is float32 (float64 for float64 maps) in vector registers; sums leave float32 after a few hundred numbers.
-Sums are cut into parts that do not depend on the number of threads and added up in order: neither does the result.
+The sums of the elementwise passes are cut into parts that do not depend on the number of threads and added up in order:
+neither does the result. The backward of the passes with a convolution sums per thread: there it does, within rounding.
 """
 
 from __future__ import annotations
