@@ -211,9 +211,12 @@ def bottleneck(tools: Tools, x: Tensor, at: Affine, conv: Convolution, h: Tensor
 
 
 def grow(tools: Tools, x: Tensor, at: Affine, conv: Convolution, new: Tensor) -> None:
-    """new = conv3x3(relu(scale * x + shift)), a few images at a time. x (N, c, S), new (N, k, S)."""
+    """new = conv3x3(relu(scale * x + shift)), in one sweep or a few images at a time. x (N, c, S), new (N, k, S)."""
     n, c, s = x.shape
     weight = conv.weight.detach().to(tools.dtype)
+    if conv.bias is None and tools.kernels.fuses_mix(x, new):
+        tools.kernels.norm_act_conv(x, at.scale, at.shift, weight, tools.spatial, new)
+        return
     bias = None if conv.bias is None else conv.bias.detach().to(tools.dtype)
     for images in image_tiles(n, c * s * weight.element_size(), tools.budget):
         part = x[images]
@@ -372,7 +375,21 @@ class _LayerBackward:
     def _through_conv3(
         self, conv: Convolution, slot: Convolution, new: Tensor, h: Tensor, at2: Affine, needs_da: bool
     ) -> tuple[list[tuple[slice, Tensor]], Tensor, Tensor]:
-        """da masked by relu, in tiles, and its sums for batch norm 2."""
+        """da masked by relu, in tiles or whole, and its sums for batch norm 2."""
+        kernels = self.tools.kernels
+        if conv.bias is None and needs_da and kernels.fuses_mix(h, new):
+            da = self.tools.scratch("da", *h.shape, rows=True)
+            # neighbours in memory: the taps of one line are then gathered at once
+            grad = self.tools.scratch("grad", *new.shape, rows=True)
+            grad.copy_(new)
+            weight = conv.weight.detach().to(self.tools.dtype)
+            dweight = torch.zeros_like(weight, dtype=at2.scale.dtype) if self.want(slot.weight) else None
+            sums, sums_x = kernels.norm_act_conv_backward(
+                grad, h, at2.scale, at2.shift, at2.mean, weight, self.tools.spatial, masked=da, dweight=dweight
+            )
+            if dweight is not None:
+                self.put(slot.weight, dweight)
+            return [(slice(0, len(h)), da)], sums, sums_x
         sums, sums_x = self._vector_pair(h)
         tiles: list[tuple[slice, Tensor]] = []
         for images, da in self._conv3_tiles(conv, slot, new, h, at2, needs_da):
