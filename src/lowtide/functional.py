@@ -5,6 +5,7 @@ from lowtide.dense_functions import stem as stem
 from lowtide.dense_functions import transition as transition
 from lowtide.densely_connected_functions import densely_connected as densely_connected
 from lowtide.lean.recomputed import recomputed as recomputed
+from lowtide.lean.sequence_norm import sequence_norm as sequence_norm
 from lowtide.norm_act_conv_functions import norm_act_conv as norm_act_conv
 from lowtide.sgconv_functions import kernel_norm as kernel_norm
 from lowtide.sgconv_functions import long_conv as long_conv

@@ -15,6 +15,7 @@ from lowtide.levels import Level, check_level
 from lowtide.reference import long_conv as plain
 from lowtide.reference import sgconv as plain_layer
 from lowtide.reference import sgconv_kernel as plain_kernel
+from lowtide.sequence_split import SequenceSplit
 from lowtide.sgconv_form import KernelForm, LayerForm
 
 kernel_norm = lean_kernel.kernel_norm
@@ -124,6 +125,7 @@ def sgconv(
     form: LayerForm,
     recompute: Level = "pointwise",
     tile_bytes: int | None = None,
+    split: SequenceSplit | None = None,
 ) -> Tensor:
     """The SGConv layer: convolution, skip, activation, dropout, norm, output map. Arguments as `lowtide.lean.sgconv`.
 
@@ -144,12 +146,12 @@ def sgconv(
     if weight is not None and weight.dtype != u.dtype and not torch.is_autocast_enabled(u.device.type):
         fix = "cast one of them, or use torch.autocast"
         raise ArgumentError(describe(expected=f"u in {weight.dtype}", got=str(u.dtype), where=where, fix=fix))
-    if u.shape[1] * u.shape[2] == 0:
+    if (u.shape[1] * u.shape[2] if split is None else split.length) == 0:
         raise ArgumentError(describe(expected="a length of at least 1", got=str(tuple(u.shape)), where=where))
     arguments = (u, pieces, multiplier, decay, norm, skip, weight, bias, norm_weight, norm_bias, valid)
     if level == "none":
-        return plain_layer.sgconv(*arguments, form=form)
+        return plain_layer.sgconv(*arguments, form=form, split=split)
     if torch.is_grad_enabled() and (multiplier.requires_grad or norm.requires_grad):
         expected, got = "constant multiplier and norm", "requires_grad=True"
         raise UnsupportedError(describe(expected=expected, got=got, where=where, fix="use recompute='none'"))
-    return lean_layer.sgconv(*arguments, form=form, recompute=level, tile_bytes=tile_bytes)
+    return lean_layer.sgconv(*arguments, form=form, recompute=level, tile_bytes=tile_bytes, split=split)

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.lean import sgconv_split
 from lowtide.lean.fft_frames import Frames, Taps, convolve, convolve_backward
 from lowtide.lean.sgconv_kernel import build, pull_back, second_derivative
 from lowtide.lean.sgconv_pointwise import Call, draw_mask, pointwise_forward
 from lowtide.lean.sgconv_pointwise_backward import pointwise_backward
 from lowtide.levels import Level
+from lowtide.sequence_split import SequenceSplit
 from lowtide.sgconv_form import LayerForm
 
 # features copied together where time is not the last axis: one cache line of them
@@ -63,6 +65,7 @@ def sgconv(
     form: LayerForm,
     recompute: Level = "layer",
     tile_bytes: int | None = None,
+    split: SequenceSplit | None = None,
 ) -> Tensor:
     """y = output_map(layer_norm(dropout(activation(long_conv(u, kernel) + skip * u)))), 0 outside `valid`.
 
@@ -79,6 +82,7 @@ def sgconv(
         form: everything that is not a tensor.
         recompute: "pointwise" keeps the pre-activation, "layer" and "block" do not.
         tile_bytes: bound for one buffer of a tile of the convolution, see `long_conv`.
+        split: u holds this rank's positions of a sequence that is split over ranks, see `lowtide.lean.sgconv_split`.
 
     Returns:
         (B, H, L) or (B, L, H); with form.linear (B, C*H, L) or (B, L, C*H). Channel c of feature h is c*H + h.
@@ -101,6 +105,7 @@ def sgconv(
         device_type=device_type,
         autocast=torch.is_autocast_enabled(device_type),
         autocast_dtype=torch.get_autocast_dtype(device_type),
+        split=split,
     )
     y: Any = _SGConv.apply(call, *tensors)
     return y
@@ -125,8 +130,10 @@ class _SGConv(torch.autograd.Function):
     ) -> Tensor:
         ctx.call = call
         kernels = Kernels(pieces, multiplier, decay, norm, skip, call.form, _computing_dtype(u, pieces))
+        if call.split is not None:
+            u = sgconv_split.own_channels(_by_time(u, call.form), valid, call.split)
         p_BDL = _preactivation(u, kernels, valid, call)
-        state, mask = draw_mask(p_BDL, call.form)
+        state, mask = draw_mask(p_BDL, call.form, call.split)
         y = pointwise_forward(p_BDL, weight, bias, norm_weight, norm_bias, valid, mask, call)
         ctx.save_for_backward(
             u,
@@ -169,7 +176,7 @@ class _SGConv(torch.autograd.Function):
         else:
             p_BDL = kept if kept is not None else _preactivation(u, kernels, valid, call)
             if state is not None:
-                _, mask = draw_mask(p_BDL, form, replay=state)
+                _, mask = draw_mask(p_BDL, form, call.split, replay=state)
             dp_BDL = (torch.empty_like(p_BDL) if kept is not None else p_BDL) if need_u or need_kernel else None
             dparameters = pointwise_backward(p_BDL, dy, dp_BDL, parameters, need[5:9], valid, mask, call)
             ours = True
@@ -207,21 +214,34 @@ def _shift(features: slice, by: int) -> slice:
 
 def _preactivation(u: Tensor, kernels: Kernels, valid: Tensor | None, call: Call) -> Tensor:
     """(B, C*H, L) in u's dtype: convolution and skip."""
+    if call.split is not None:
+
+        def run(part: Tensor, features: slice, out: Tensor) -> None:
+            _convolve(part, features, kernels, None, call, out)
+
+        return sgconv_split.preactivation(u, call.form.channels, kernels.skip.shape[1], call.split, run)
     u_BHL = _by_time(u, call.form)
     B, H, L = u_BHL.shape
     p_BDL = u.new_empty(B, call.form.channels * H, L)
     p_BCHL = p_BDL.view(B, call.form.channels, H, L)
-    with call.convolution_context():
-        for group in _feature_groups(u_BHL):
-            part = u_BHL[:, group].contiguous() if u_BHL.stride(-1) != 1 else u_BHL[:, group]
-            plan = _plan(part, kernels, call)
-
-            def taps_of(hs: slice, plan: Frames = plan, start: int = group.start) -> Taps:
-                return kernels.taps(_shift(hs, start), plan.K, plan.R)
-
-            skip = kernels.skip[:, group].to(kernels.dtype)
-            convolve(part, taps_of, skip, p_BCHL[:, :, group], plan, kernels.dtype, valid)
+    for group in _feature_groups(u_BHL):
+        part = u_BHL[:, group].contiguous() if u_BHL.stride(-1) != 1 else u_BHL[:, group]
+        _convolve(part, group, kernels, valid, call, p_BCHL[:, :, group])
     return p_BDL
+
+
+def _convolve(
+    u_BhL: Tensor, features: slice, kernels: Kernels, valid: Tensor | None, call: Call, p_BChL: Tensor
+) -> None:
+    """Convolution and skip of some features."""
+    plan = _plan(u_BhL, kernels, call)
+
+    def taps_of(hs: slice) -> Taps:
+        return kernels.taps(_shift(hs, features.start), plan.K, plan.R)
+
+    with call.convolution_context():
+        skip = kernels.skip[:, features].to(kernels.dtype)
+        convolve(u_BhL, taps_of, skip, p_BChL, plan, kernels.dtype, valid)
 
 
 class _KernelGradients:
@@ -266,33 +286,54 @@ def _convolution_backward(
 ) -> Tensor | None:
     """du in u's layout. It takes the place of dp where dp is `ours` and has the same shape."""
     form = call.form
-    u_BHL = _by_time(u, form)
+    H = kernels.skip.shape[1]
     in_place = ours and form.transposed and form.channels == 1 and dp_BDL.dtype == u.dtype
-    dp_BCHL = dp_BDL.unflatten(1, (form.channels, u_BHL.shape[1]))
+    dp_BCHL = dp_BDL.unflatten(1, (form.channels, H))
     du = None
     if need_u:
-        du = dp_BDL if in_place else torch.empty_like(u, memory_format=torch.contiguous_format)
+        B, _, L = dp_BDL.shape
+        du = dp_BDL if in_place else u.new_empty((B, H, L) if form.transposed else (B, L, H))
     du_BHL = None if du is None else _by_time(du, form)
-    with call.convolution_context():
-        for group in _feature_groups(u_BHL):
-            copied = u_BHL.stride(-1) != 1
-            part = u_BHL[:, group].contiguous() if copied else u_BHL[:, group]
-            dpart = None
-            if du_BHL is not None:
-                dpart = du_BHL[:, group] if du_BHL.stride(-1) == 1 else torch.empty_like(part)
-            plan = _plan(part, kernels, call)
+    if call.split is not None:
 
-            def taps_of(hs: slice, plan: Frames = plan, start: int = group.start) -> Taps:
-                return kernels.taps(_shift(hs, start), plan.K, plan.R)
+        def run(part: Tensor, features: slice, dp: Tensor, dpart: Tensor | None) -> None:
+            _convolve_backward(part, features, kernels, dp, dpart, dkernels, None, call)
 
-            def sink(hs: slice, forward: Tensor, reverse: Tensor | None, start: int = group.start) -> None:
-                assert dkernels is not None
-                dkernels.take(_shift(hs, start), forward, reverse)
-
-            skip = kernels.skip[:, group].to(kernels.dtype)
-            dp = dp_BCHL[:, :, group]
-            use = None if dkernels is None else sink
-            convolve_backward(part, taps_of, skip, dp, dpart, use, plan, kernels.dtype, valid)
-            if du_BHL is not None and dpart is not None and du_BHL.stride(-1) != 1:
-                du_BHL[:, group].copy_(dpart)
+        sgconv_split.gradients(u, dp_BCHL, du_BHL, valid, call.split, run)
+        return du
+    u_BHL = _by_time(u, form)
+    for group in _feature_groups(u_BHL):
+        part = u_BHL[:, group].contiguous() if u_BHL.stride(-1) != 1 else u_BHL[:, group]
+        dpart = None
+        if du_BHL is not None:
+            dpart = du_BHL[:, group] if du_BHL.stride(-1) == 1 else torch.empty_like(part)
+        _convolve_backward(part, group, kernels, dp_BCHL[:, :, group], dpart, dkernels, valid, call)
+        if du_BHL is not None and dpart is not None and du_BHL.stride(-1) != 1:
+            du_BHL[:, group].copy_(dpart)
     return du
+
+
+def _convolve_backward(
+    u_BhL: Tensor,
+    features: slice,
+    kernels: Kernels,
+    dp_BChL: Tensor,
+    du_BhL: Tensor | None,
+    dkernels: _KernelGradients | None,
+    valid: Tensor | None,
+    call: Call,
+) -> None:
+    """The gradients of `_convolve`: du is written, the kernels' are handed to `dkernels`."""
+    plan = _plan(u_BhL, kernels, call)
+
+    def taps_of(hs: slice) -> Taps:
+        return kernels.taps(_shift(hs, features.start), plan.K, plan.R)
+
+    def sink(hs: slice, forward: Tensor, reverse: Tensor | None) -> None:
+        assert dkernels is not None
+        dkernels.take(_shift(hs, features.start), forward, reverse)
+
+    with call.convolution_context():
+        skip = kernels.skip[:, features].to(kernels.dtype)
+        use = None if dkernels is None else sink
+        convolve_backward(u_BhL, taps_of, skip, dp_BChL, du_BhL, use, plan, kernels.dtype, valid)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowtide.sequence_split import SequenceSplit
 from lowtide.sgconv_form import LayerForm
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -36,6 +37,7 @@ class Call:
     device_type: str
     autocast: bool
     autocast_dtype: torch.dtype
+    split: SequenceSplit | None = None
 
     def pointwise_context(self) -> torch.autocast:
         """The autocast state of the forward, also in the backward."""
@@ -45,8 +47,13 @@ class Call:
         return torch.autocast(self.device_type, enabled=False)
 
 
-def draw_mask(p_BDL: Tensor, form: LayerForm, replay: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-    """(random state before the draw if it must be kept, bool mask in the layout of the output) of dropout."""
+def draw_mask(
+    p_BDL: Tensor, form: LayerForm, split: SequenceSplit | None = None, replay: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """(random state before the draw if it must be kept, bool mask in the layout of the output) of dropout.
+
+    Whole channels are dropped alike on all ranks of a split sequence, single numbers by a generator per rank.
+    """
     if form.linear or form.drop_rate == 0:
         return None, None
     B, D, L = p_BDL.shape
@@ -58,9 +65,14 @@ def draw_mask(p_BDL: Tensor, form: LayerForm, replay: Tensor | None = None) -> t
     if replay is not None:
         generator = torch.Generator(device)
         generator.set_state(replay)
+    elif split is not None and not form.drop_channels:
+        generator = split.own_generator(device)
+        state = generator.get_state()
     elif not form.drop_channels:
         state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
     mask = torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1.0 - form.drop_rate, generator=generator)
+    if split is not None and form.drop_channels:
+        split.agree_(mask)
     return state, mask
 
 

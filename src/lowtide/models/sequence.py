@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lowtide.errors import ArgumentError, UnsupportedError, describe
 from lowtide.functional import State
 from lowtide.levels import Level, check_level
-from lowtide.nn.residual import PaddingSide, ResidualSGConv, SequenceNorm, make_block, pool_valid
+from lowtide.nn.residual import PaddingSide, ResidualSGConv, SequenceNorm, make_block, pool_split, pool_valid
+from lowtide.sequence_split import SequenceGroup, SequenceSplit
 from lowtide.sgconv_form import check_choice, check_int
 
 Pool = Literal["mean", "last"]
@@ -46,6 +47,9 @@ class SequenceModel(nn.Module):
         >>> model(torch.zeros(2, 64, 1)).shape
         torch.Size([2, 10])
     """
+
+    # set by lowtide.distributed.sequence_parallel: inputs are this rank's part of the time axis
+    sequence_group: SequenceGroup | None = None
 
     def __init__(
         self,
@@ -107,16 +111,19 @@ class SequenceModel(nn.Module):
         """
         self._check(x, 3, "forward")
         check_choice(padding_side, ("right", "left"), "padding_side", "SequenceModel")
-        valid = None if lengths is None else self._valid(x, lengths, padding_side)
+        split = None if self.sequence_group is None else self.sequence_group.split(x, 1, lengths)
+        valid = None if lengths is None else self._valid(x, lengths, padding_side, split)
         if valid is not None and not self.tokens:
             x = x.masked_fill(~valid.unsqueeze(2), 0)  # what lies at padding, NaN too, must not reach a gradient
         h = self.encoder(x).transpose(1, 2)
         for block in self._blocks():
-            h = block(h, lengths, padding_side, valid)
+            h = block(h, lengths, padding_side, valid, split)
         if self.norm is not None:
-            h = self.norm(h, valid)
+            h = self.norm(h, valid, split)
         if self.pool is not None:
-            return self.decoder(pool_valid(h, self.pool, valid, padding_side))
+            if split is None:
+                return self.decoder(pool_valid(h, self.pool, valid, padding_side))
+            return split.replicated(self.decoder(pool_split(h, self.pool, lengths, valid, padding_side, split)))
         y = self.decoder(h.transpose(1, 2))
         return y if valid is None else y.masked_fill(~valid.unsqueeze(2), 0)
 
@@ -178,12 +185,14 @@ class SequenceModel(nn.Module):
     def _blocks(self) -> list[ResidualSGConv]:
         return [block for block in self.blocks if isinstance(block, ResidualSGConv)]
 
-    def _valid(self, x: Tensor, lengths: Tensor, padding_side: PaddingSide) -> Tensor:
+    def _valid(self, x: Tensor, lengths: Tensor, padding_side: PaddingSide, split: SequenceSplit | None) -> Tensor:
         B, L = x.shape[:2]
         if lengths.shape != (B,) or lengths.is_floating_point() or lengths.is_complex():
             got = f"{tuple(lengths.shape)} {str(lengths.dtype).removeprefix('torch.')}"
             raise ArgumentError(describe(expected=f"integers ({B},)", got=got, where="SequenceModel(lengths=)"))
         position, lengths = torch.arange(L, device=x.device), lengths.to(x.device).unsqueeze(1)
+        if split is not None:
+            position, L = position + split.offset, split.length
         return position < lengths if padding_side == "right" else position >= L - lengths
 
     def _check(self, x: Tensor, dims: int, method: str) -> None:

@@ -7,10 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lowtide.functional import State, recomputed
+from lowtide.functional import State, recomputed, sequence_norm
 from lowtide.levels import Level, check_level
 from lowtide.nn.describe import must_trace
 from lowtide.nn.sgconv import SGConv
+from lowtide.parts import BatchNorm
+from lowtide.sequence_split import SequenceGroup, SequenceSplit
 from lowtide.sgconv_form import check_choice
 
 PaddingSide = Literal["right", "left"]
@@ -20,18 +22,25 @@ class SequenceNorm(nn.Module):
     """A norm over the features of (B, H, L), or of one position (B, H).
 
     "batch": torch's batch norm of the positions that count, in training: padding changes neither the statistics nor the
-    running ones. "layer": layer norm of each position by itself.
+    running ones, and of a split sequence all ranks' positions count. "layer": layer norm of each position by itself.
     """
+
+    takes_split = True  # so lowtide.distributed.sequence_parallel lets its batch norm pass
 
     def __init__(self, kind: Literal["batch", "layer"], d_model: int) -> None:
         super().__init__()
         check_choice(kind, ("batch", "layer"), "norm", "SequenceModel")
         self.norm = nn.BatchNorm1d(d_model) if kind == "batch" else nn.LayerNorm(d_model)
 
-    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, valid: Tensor | None = None, split: SequenceSplit | None = None) -> Tensor:
         """x (B, H, L) or (B, H); valid (B, L) bool, True where a position counts. Same shape; padding is anything."""
         if isinstance(self.norm, nn.LayerNorm):
             return self.norm(x.transpose(1, -1)).transpose(1, -1)
+        if split is not None and self.training:
+            n = self.norm
+            moving = (n.running_mean, n.running_var, n.num_batches_tracked)
+            norm = BatchNorm(n.weight, n.bias, *moving, n.eps, n.momentum, reduce=split.add_)
+            return sequence_norm(x, norm, valid)
         if valid is None or not self.training:
             return self.norm(x)
         rows = x.transpose(1, 2)
@@ -47,6 +56,9 @@ class ResidualSGConv(nn.Module):
     per channel of the convolution, at "block" 1; parameters on top. Dropout is SGConv's, behind its activation.
     """
 
+    # set by lowtide.distributed.sequence_parallel: inputs are this rank's part of the time axis
+    sequence_group: SequenceGroup | None = None
+
     def __init__(self, layer: SGConv, *, prenorm: bool, norm: Literal["batch", "layer"]) -> None:
         super().__init__()
         self.prenorm = prenorm
@@ -60,17 +72,31 @@ class ResidualSGConv(nn.Module):
         self.layer.set_recompute(level)
 
     def forward(
-        self, x: Tensor, lengths: Tensor | None = None, padding_side: PaddingSide = "right", valid: Tensor | None = None
+        self,
+        x: Tensor,
+        lengths: Tensor | None = None,
+        padding_side: PaddingSide = "right",
+        valid: Tensor | None = None,
+        split: SequenceSplit | None = None,
     ) -> Tensor:
-        """`lengths` and `padding_side` as for SGConv; `valid` (B, L) says the same as a mask."""
+        """`lengths`, `padding_side` and `split` as for SGConv; `valid` (B, L) says the same as lengths as a mask."""
+        if split is None and self.sequence_group is not None:
+            split = self.sequence_group.split(x, 2, lengths)
         if self.recompute == "block" and not must_trace():
-            return recomputed(_WithLengths(self, lengths, padding_side, valid), x)
-        return self.run(x, lengths, padding_side, valid)
+            return recomputed(_WithLengths(self, lengths, padding_side, valid, split), x)
+        return self.run(x, lengths, padding_side, valid, split)
 
-    def run(self, x: Tensor, lengths: Tensor | None, padding_side: PaddingSide, valid: Tensor | None) -> Tensor:
-        u = self.norm(x, valid) if self.prenorm else x
-        y = x + self.layer(u, lengths, padding_side)
-        return y if self.prenorm else self.norm(y, valid)
+    def run(
+        self,
+        x: Tensor,
+        lengths: Tensor | None,
+        padding_side: PaddingSide,
+        valid: Tensor | None,
+        split: SequenceSplit | None,
+    ) -> Tensor:
+        u = self.norm(x, valid, split) if self.prenorm else x
+        y = x + self.layer(u, lengths, padding_side, split)
+        return y if self.prenorm else self.norm(y, valid, split)
 
     def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
         """The next position: (B, H) -> (B, H), with the state of the layer, changed in place."""
@@ -90,14 +116,21 @@ class _WithLengths(nn.Module):
 
     padding_side: PaddingSide
 
-    def __init__(self, block: ResidualSGConv, lengths: Tensor | None, padding_side: PaddingSide, valid: Tensor | None):
+    def __init__(
+        self,
+        block: ResidualSGConv,
+        lengths: Tensor | None,
+        padding_side: PaddingSide,
+        valid: Tensor | None,
+        split: SequenceSplit | None,
+    ) -> None:
         super().__init__()
         self.block, self.padding_side = block, padding_side
-        self.lengths, self.valid = lengths, valid
+        self.lengths, self.valid, self.split = lengths, valid, split
         self.training = block.training
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.block.run(x, self.lengths, self.padding_side, self.valid)
+        return self.block.run(x, self.lengths, self.padding_side, self.valid, self.split)
 
 
 def make_block(
@@ -117,3 +150,29 @@ def pool_valid(x: Tensor, pool: Literal["mean", "last"], valid: Tensor | None, p
     last = count - 1 if padding_side == "right" else torch.full_like(count, x.shape[2] - 1)
     picked = x.gather(2, last.clamp(min=0).view(-1, 1, 1).expand(-1, x.shape[1], 1)).squeeze(2)
     return picked.masked_fill((count == 0).unsqueeze(1), 0)
+
+
+def pool_split(
+    x: Tensor,
+    pool: Literal["mean", "last"],
+    lengths: Tensor | None,
+    valid: Tensor | None,
+    padding_side: PaddingSide,
+    split: SequenceSplit,
+) -> Tensor:
+    """`pool_valid` of a split sequence: (B, H, T) of this rank -> (B, H) of the whole, on every rank."""
+    L = split.length
+    if pool == "mean":
+        kept = x if valid is None else x.masked_fill(~valid.unsqueeze(1), 0)
+        count = L if lengths is None else lengths.to(x.device).clamp(min=1).unsqueeze(1).to(x.dtype)
+        return split.sum(kept.sum(-1)) / count
+    last = torch.full((x.shape[0],), L - 1, device=x.device)
+    if lengths is not None:
+        none = lengths.to(x.device) == 0
+        last = (lengths.to(x.device) - 1 if padding_side == "right" else last).masked_fill(none, -1)
+    place = last - split.offset
+    here = ((place >= 0) & (place < split.held)).unsqueeze(1)
+    if split.held == 0:
+        return split.sum(x.sum(-1))  # zeros, and a graph that the other ranks' backward finds
+    picked = x.gather(2, place.clamp(0, split.held - 1).view(-1, 1, 1).expand(-1, x.shape[1], 1)).squeeze(2)
+    return split.sum(picked.masked_fill(~here, 0))

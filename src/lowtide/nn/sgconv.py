@@ -17,6 +17,7 @@ from lowtide.functional import kernel_norm, sgconv, sgconv_kernel
 from lowtide.levels import Level, check_level
 from lowtide.nn.sgconv_public import read_public
 from lowtide.nn.sgconv_stream import StreamingSGConv
+from lowtide.sequence_split import SequenceGroup, SequenceSplit
 from lowtide.sgconv_form import (
     Activation,
     Alignment,
@@ -79,6 +80,9 @@ class SGConv(StreamingSGConv, nn.Module):
     Raises:
         ArgumentError: an argument is out of range or unknown.
     """
+
+    # set by lowtide.distributed.sequence_parallel: inputs are this rank's part of the time axis
+    sequence_group: SequenceGroup | None = None
 
     def __init__(
         self,
@@ -154,7 +158,11 @@ class SGConv(StreamingSGConv, nn.Module):
         self.output_linear = None if linear else nn.Linear(channels * d_model, outputs)
 
     def forward(
-        self, u: Tensor, lengths: Tensor | None = None, padding_side: Literal["right", "left"] = "right"
+        self,
+        u: Tensor,
+        lengths: Tensor | None = None,
+        padding_side: Literal["right", "left"] = "right",
+        split: SequenceSplit | None = None,
     ) -> Tensor:
         """(B, H, L) -> (B, H, L), or (B, L, H) both when not `transposed`; channels * H features when `linear`.
 
@@ -163,7 +171,10 @@ class SGConv(StreamingSGConv, nn.Module):
             lengths: (B,) integers 0..L: how many positions of each row count; the output is 0 at the others, and what
                 the input holds there does not matter. Each row's output is that of the row alone.
             padding_side: where the others are.
+            split: for a layer of a split sequence, how it is split, if that is known; else the ranks tell each other.
         """
+        if split is None and self.sequence_group is not None:
+            split = self.sequence_group.split(u, 2 if self.form.transposed else 1, lengths)
         output, norm = self.output_linear, self.norm
         return sgconv(
             u,
@@ -176,12 +187,13 @@ class SGConv(StreamingSGConv, nn.Module):
             None if output is None else output.bias,
             None if norm is None else norm.weight,
             None if norm is None else norm.bias,
-            None if lengths is None else self._valid(u, lengths, padding_side),
+            None if lengths is None else self._valid(u, lengths, padding_side, split),
             form=self.form if self.training else self.form.without_dropout(),
             recompute=self.recompute,
+            split=split,
         )
 
-    def _valid(self, u: Tensor, lengths: Tensor, padding_side: str) -> Tensor:
+    def _valid(self, u: Tensor, lengths: Tensor, padding_side: str, split: SequenceSplit | None) -> Tensor:
         """(B, L) bool: True where a position counts."""
         where = "SGConv(lengths=)"
         check_choice(padding_side, ("right", "left"), "padding_side", where)
@@ -191,6 +203,8 @@ class SGConv(StreamingSGConv, nn.Module):
             raise ArgumentError(describe(expected=f"integers ({B},), one per row", got=got, where=where))
         lengths = lengths.to(u.device).unsqueeze(1)
         position = torch.arange(L, device=u.device)
+        if split is not None:
+            position, L = position + split.offset, split.length
         return position < lengths if padding_side == "right" else position >= L - lengths
 
     def kernel(self, length: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lowtide.reference.long_conv import long_conv
 from lowtide.reference.sgconv_kernel import sgconv_kernel
+from lowtide.sequence_split import SequenceSplit
 from lowtide.sgconv_form import LayerForm
 
 
@@ -34,6 +35,7 @@ def sgconv(
     valid: Tensor | None = None,
     *,
     form: LayerForm,
+    split: SequenceSplit | None = None,
 ) -> Tensor:
     """y = output_map(layer_norm(dropout(activation(long_conv(u, kernel) + skip * u)))), 0 outside `valid`.
 
@@ -45,6 +47,8 @@ def sgconv(
         norm_weight, norm_bias: (C*H,) of the layer norm over channels, or None.
         valid: (B, L) bool, False at padding, or None.
         form: everything that is not a tensor.
+        split: u holds this rank's positions of a sequence that is split over ranks; the convolution runs on the whole
+            length of this rank's share of the features.
 
     Returns:
         (B, H, L) or (B, L, H); with form.linear (B, C*H, L) or (B, L, C*H). Channel c of feature h is c*H + h.
@@ -53,13 +57,26 @@ def sgconv(
     L = u_BHL.shape[-1]
     if valid is not None:
         u_BHL = torch.where(valid.unsqueeze(1), u_BHL, u_BHL.new_zeros(()))
-    kernel = sgconv_kernel(pieces, multiplier, decay, norm, form.kernel, min(L, form.kernel.taps))
-    k, k_reverse = kernel.chunk(2) if form.bidirectional else (kernel, None)
-    y = long_conv(u_BHL, k, skip, k_reverse=k_reverse).flatten(1, 2)
+    H = u_BHL.shape[1]
+    if split is not None:
+        share, L = split.share(H), split.length
+        u_BHL, skip, norm = split.all_to_channels(u_BHL), skip[:, share], norm[:, share]
+        pieces = [piece[:, share] for piece in pieces]
+        multiplier = multiplier if multiplier.dim() == 0 else multiplier[:, share]
+        decay = None if decay is None else decay[share]
+    if u_BHL.shape[1]:
+        kernel = sgconv_kernel(pieces, multiplier, decay, norm, form.kernel, min(L, form.kernel.taps))
+        k, k_reverse = kernel.chunk(2) if form.bidirectional else (kernel, None)
+        y = long_conv(u_BHL, k, skip, k_reverse=k_reverse)
+    else:  # more ranks than features; interpolation refuses an empty batch
+        y = u_BHL.unsqueeze(1).expand(-1, form.channels, -1, -1)
+    if split is not None:
+        y = split.all_to_time(y, H)
+    y = y.flatten(1, 2)
     if not form.transposed:
         y = y.transpose(1, 2)
     if not form.linear:
-        y = _pointwise(y, weight, bias, norm_weight, norm_bias, form)
+        y = _pointwise(y, weight, bias, norm_weight, norm_bias, form, split)
     if valid is not None:
         y = torch.where(valid.unsqueeze(1 if form.transposed else 2), y, y.new_zeros(()))
     return y
@@ -72,6 +89,7 @@ def _pointwise(
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     form: LayerForm,
+    split: SequenceSplit | None,
 ) -> Tensor:
     """Everything behind the convolution; acts on each position by itself."""
     assert weight is not None
@@ -82,7 +100,14 @@ def _pointwise(
         shape = list(y.shape)
         if form.drop_channels:
             shape[3 - channel_dim] = 1
-        y = y * (torch.empty(shape, dtype=torch.bool, device=y.device).bernoulli_(keep).to(y.dtype) / keep)
+        mask = torch.empty(shape, dtype=torch.bool, device=y.device)
+        if split is None:
+            mask.bernoulli_(keep)
+        elif form.drop_channels:  # alike on all ranks
+            split.agree_(mask.bernoulli_(keep))
+        else:
+            mask.bernoulli_(keep, generator=split.own_generator(y.device))
+        y = y * (mask.to(y.dtype) / keep)
     if form.norm_eps is not None:
         y = F.layer_norm(y.movedim(channel_dim, -1), (y.shape[channel_dim],), norm_weight, norm_bias, form.norm_eps)
         y = y.movedim(-1, channel_dim)
