@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.errors import ArgumentError, UnsupportedError
@@ -201,6 +203,24 @@ def test_a_parameter_shared_by_two_layers_gets_both_gradients() -> None:
     assert all(torch.allclose(r, results[0], rtol=1e-12) for r in results[1:])
 
 
+@pytest.mark.parametrize("level", ["layer", "block"])
+def test_inside_a_checkpoint_and_with_kept_tensors_moved_away(level: Any) -> None:
+    x = torch.randn(2, C0, 4, 4, dtype=torch.float64)
+    results = []
+    for around in ("nothing", "checkpoint", "offloading"):
+        torch.manual_seed(0)
+        chain = DenselyConnected([layer(C0), layer(C0 + K)], recompute=level).double()
+        if around == "checkpoint":
+            out = checkpoint(chain, x, use_reentrant=False)
+        else:
+            with torch.autograd.graph.save_on_cpu() if around == "offloading" else contextlib.nullcontext():
+                out = chain(x)
+        out.square().sum().backward()
+        results.append([p.grad for p in chain.parameters()])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(results[2], results[0], rtol=1e-12, atol=1e-12)
+
+
 def test_a_data_parallel_replica_trains_its_own_parameters() -> None:
     _, wrapped = pair(recompute="layer")
     chain = wrapped.layers.double()
@@ -231,6 +251,22 @@ def test_copies_and_no_gradient() -> None:
         out = twin(image())
     assert out.grad_fn is None
     assert torch.equal(out, wrapped.eval()(image()))
+
+
+def test_a_hooked_layer_is_seen_with_its_gradient() -> None:
+    plain, wrapped = pair(recompute="layer")
+    seen: list[list[Tensor]] = []
+    for network in (plain, wrapped):
+        tensors: list[Tensor] = []
+        network.double().eval().layers[1].register_forward_hook(lambda m, args, out, kept=tensors: kept.append(out))
+        if network is wrapped:
+            with pytest.warns(UserWarning, match="DenselyConnected runs in ordinary autograd.*: layer 1 has a hook"):
+                out = network(image().double())
+        else:
+            out = network(image().double())
+        (found,) = torch.autograd.grad(out.square().sum(), tensors)
+        seen.append([*tensors, found])
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-12, atol=1e-12)
 
 
 def chain_of(f: nn.Module) -> DenselyConnected:

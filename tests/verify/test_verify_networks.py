@@ -15,7 +15,7 @@ def test_memory_efficient_densenet121_has_174_wrong_buffers(package: str) -> Non
     from lowtide.models.pairs import resolve_pair
 
     torch.manual_seed(0)
-    plain, lean = resolve_pair(f"{package}:densenet121")
+    plain, lean, _ = resolve_pair(f"{package}:densenet121")
     report = lowtide.verify(plain, lean, X, steps=1)
     buffers = [f for f in report.failures if f.kind == "buffer"]
     # norm1 of each of the 58 dense layers lies inside the checkpoint: mean, variance, counter

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json as json_format
 from typing import Annotated, Any, Literal
 
 import torch
 import tyro
+from torch import nn
 
+import lowtide
 from lowtide.cli.shapes import random_inputs
 from lowtide.errors import ArgumentError, describe
 from lowtide.levels import Level
-from lowtide.models.pairs import default_input, resolve_pair
+from lowtide.models.pairs import Pair, converted_pair, default_input, list_pairs, resolve_pair
 from lowtide.models.resolve import resolve_model
 from lowtide.verify import verify as compare
 
@@ -26,7 +29,7 @@ _OPTIMIZERS = {
 
 
 def verify(
-    reference: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REF")],
+    reference: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="REF")] = None,
     candidate: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="CAND")] = None,
     *,
     input: str | None = None,
@@ -40,17 +43,19 @@ def verify(
     frozen: tuple[str, ...] = (),
     without: tuple[str, ...] = (),
     recompute: Level = "pointwise",
+    convert: bool = False,
     device: str | None = None,
     seed: int = 0,
+    list: bool = False,
     json: bool = False,
 ) -> int:
     """Compare outputs, gradients, buffers, random numbers and the eval output of two networks with the same weights.
 
     Args:
         reference: module:factory, file.py:factory, or a built-in name: torchvision:densenet121, timm:densenet121,
-            monai:densenet121-3d, lowtide:densenet_bc-100-12.
-        candidate: Likewise. Without it a built-in network's plain form is verified against its lean or
-            memory-efficient one.
+            monai:densenet121-3d, lowtide:densenet_bc-100-12, lowtide:sgconv; see --list.
+        candidate: Likewise. Without it a built-in network's plain form is verified against its lean, memory-efficient
+            or converted one.
         input: Shape of the input: 4x3x64x64; 4x3x64x64,4x10 for two; 2x128:50 for integers below 50. Not needed where
             a factory returns (module, inputs), nor for built-in names.
         steps: Free training steps in float64.
@@ -62,12 +67,22 @@ def verify(
         backward_twice: Run each backward twice over one graph.
         frozen: Parameters or modules that get no gradient.
         without: Parts to leave out: no_grad_forward, eval, hooks.
-        recompute: Memory level of the lean form of lowtide:... names.
+        recompute: Memory level of the lean or converted form where one model is given.
+        convert: Verify the one model given against a copy of it converted by lowtide.convert.
         device: cpu or cuda; by default where the weights are.
         seed: Of weights, inputs and random numbers.
+        list: Print the built-in names that can be verified by themselves, and what is compared.
         json: Print JSON instead of a table.
     """
-    (plain, lean), names, inputs = _build(reference, candidate, input, recompute, seed)
+    if list:
+        _print_pairs(as_json=json)
+        return 0
+    if reference is None:
+        fix = "lowtide verify REFERENCE CANDIDATE, or --list for the built-in names"
+        raise ArgumentError(describe(expected="a model", got="none", where="verify", fix=fix))
+    if convert and candidate is not None:
+        raise ArgumentError(describe(expected="one model with --convert", got="two", where="verify"))
+    (plain, lean), names, inputs = _build(reference, candidate, input, recompute, convert, seed)
     report = compare(
         plain,
         lean,
@@ -92,14 +107,16 @@ def verify(
 Built = tuple[tuple[Any, Any], tuple[str, str], tuple[Any, ...]]
 
 
-def _build(reference: str, candidate: str | None, input: str | None, recompute: Level, seed: int) -> Built:
+def _build(
+    reference: str, candidate: str | None, input: str | None, recompute: Level, convert: bool, seed: int
+) -> Built:
     """Both models, how to call them in the report, and their inputs."""
     torch.manual_seed(seed)
     given = None
     if candidate is None:
-        models: tuple[Any, Any] = resolve_pair(reference, recompute)
-        lean = f"recompute={recompute}" if reference.startswith("lowtide:") else "memory_efficient=True"
-        names = (reference, f"{reference} ({lean})")
+        pair, given = _converted(reference, recompute) if convert else (_pair(reference, recompute), None)
+        models: tuple[Any, Any] = (pair.plain, pair.lean)
+        names = (reference, f"{reference} ({pair.form})")
     else:
         (plain, given), (lean_model, other) = resolve_model(reference), resolve_model(candidate)
         models, given, names = (plain, lean_model), other if given is None else given, (reference, candidate)
@@ -112,3 +129,26 @@ def _build(reference: str, candidate: str | None, input: str | None, recompute: 
         fix = "give --input 4x3x64x64, or let the factory return (module, inputs)"
         raise ArgumentError(describe(expected="inputs", got="none", where=reference, fix=fix))
     return models, names, given
+
+
+def _pair(spec: str, recompute: Level) -> Pair:
+    return resolve_pair(spec, recompute, convert=lowtide.convert)
+
+
+def _converted(spec: str, recompute: Level) -> tuple[Pair, tuple[Any, ...] | None]:
+    """Any model that a name leads to, with a converted copy of it, and its inputs if its factory gave them."""
+    model, given = resolve_model(spec)
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(describe(expected="a torch.nn.Module", got=type(model).__name__, where=spec))
+    return converted_pair(model, recompute, lowtide.convert), given
+
+
+def _print_pairs(*, as_json: bool) -> None:
+    rows = list_pairs()
+    if as_json:
+        print(json_format.dumps(rows, indent=2))
+        return
+    rows = [{"name": "NAME", "plain": "plain", "lean": "in little memory", "input": "default input"}, *rows]
+    widths = {key: max(len(row[key]) for row in rows) for key in rows[0]}
+    for row in rows:
+        print("  ".join(f"{row[key]:<{width}}" for key, width in widths.items()).rstrip())

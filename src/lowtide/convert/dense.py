@@ -16,6 +16,7 @@ from lowtide.convert.described import NotLean, describe_block, describe_stem, de
 from lowtide.convert.structure import BlockPlan, ChainPlan, StemPlan
 from lowtide.convert.swap import Swapped, has_kind, kind, state_of
 from lowtide.functional import dense_block, densely_connected, stem, transition
+from lowtide.nn.densely_connected import first_hooked
 from lowtide.nn.describe import check_no_global_hooks, is_hooked, must_trace
 
 BLOCK, TRANSITION, FEATURES, CHAIN = "dense_block", "transition", "features", "densely_connected"
@@ -141,6 +142,10 @@ class LeanChain(Swapped):
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         plan: ChainPlan = state_of(self).plan[CHAIN]
         layers = [self.get_submodule(path) for path in plan.layers]
+        hooked = first_hooked(layers)
+        if hooked is not None:
+            _warn_plain(self, NotLean(f"{plan.layers[hooked]} has a hook or its own forward"))
+            return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if plan.returns_old:
             layers = [NewChannels(layer, new_first=plan.new_first) for layer in layers]
         out = densely_connected(

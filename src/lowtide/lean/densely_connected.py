@@ -54,7 +54,10 @@ def densely_connected(
     """
     names = [parameters_of(layer) for layer in layers]
     parameters = list({id(p): p for layer in names for p in layer.values()}.values())
-    call = _Call(tuple(layers), new_first, recompute == "block", Autocast.now(x.device.type), is_channels_last(x))
+    order = {id(p): place for place, p in enumerate(parameters)}
+    places = tuple({name: order[id(p)] for name, p in layer.items()} for layer in names)
+    autocast = Autocast.now(x.device.type)
+    call = _Call(tuple(layers), places, new_first, recompute == "block", autocast, is_channels_last(x))
     growths = growths if growths is not None else []
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters)):
         return _DenselyConnected.apply(call, growths, x, *parameters)
@@ -65,6 +68,9 @@ def densely_connected(
 @dataclass(frozen=True)
 class _Call:
     layers: tuple[nn.Module, ...]
+    # per layer the names of its parameters and their places among all; by name, since tensors that were kept may come
+    # back as other objects (a checkpoint around the chain, offloading)
+    places: tuple[dict[str, int], ...]
     new_first: bool
     keeps_input: bool
     autocast: Autocast
@@ -146,11 +152,10 @@ class _DenselyConnected(torch.autograd.Function):
         refuse_double_backward(_WHERE)
         call: _Call = ctx.call
         base, *rest = ctx.saved_tensors
-        parameters, saved = rest[: ctx.count], rest[ctx.count :]
+        saved = rest[ctx.count :]
         features = _features_again(ctx, base, saved) if call.keeps_input else base
         needs_input, *needs = ctx.needs_input_grad[2:]
-        places = {id(p): place for place, p in enumerate(parameters)}
-        sums: list[Tensor | None] = [None] * len(parameters)
+        sums: list[Tensor | None] = [None] * ctx.count
         total = new_images(features, features.shape, channels_last=call.channels_last, dtype=features.dtype)
         total.copy_(grads[0])
         channels = features.shape[1]
@@ -163,8 +168,8 @@ class _DenselyConnected(torch.autograd.Function):
                 x = x.to(ctx.x_dtype)
             x.requires_grad_(needs_old)
             out, stand_ins = replay(layer, x, ctx.recordings[i], saved, call.autocast)
-            owners = parameters_of(layer)
-            wanted = {name: p for name, p in stand_ins.items() if needs[places[id(owners[name])]]}
+            places = call.places[i]
+            wanted = {name: p for name, p in stand_ins.items() if needs[places[name]]}
             check_closed(out, [x, *stand_ins.values()], _WHERE)
             inputs = [*([x] if needs_old else []), *wanted.values()]
             if not out.requires_grad or not inputs:
@@ -177,7 +182,7 @@ class _DenselyConnected(torch.autograd.Function):
                 if dx is not None:
                     call.new(total, 0, channels).add_(dx)
             for name, grad in zip(wanted, found, strict=True):
-                place = places[id(owners[name])]
+                place = places[name]
                 if grad is not None:
                     known = sums[place]
                     sums[place] = grad if known is None else known + grad

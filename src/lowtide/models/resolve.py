@@ -4,9 +4,10 @@
 | --- | --- |
 | torchvision:NAME | `torchvision.models.get_model(NAME, weights=None)` |
 | timm:NAME | `timm.create_model(NAME)` |
-| monai:densenet121-3d | MONAI's densenet 121, 169, 201 or 264 in -1d, -2d or -3d; 1 input channel, 2 classes |
+| monai:densenet121-3d | MONAI's densenet 121, 169, 201, 264; -1d, -2d (or nothing), -3d; 1 input channel, 2 classes |
 | lowtide:densenet121 | any `densenetNNN` of `lowtide.models` |
 | lowtide:densenet_bc-100-12 | `lowtide.models.densenet_bc(100, 12)` |
+| lowtide:long_conv, lowtide:sgconv-sum, ... | a small network around one part, see `lowtide.models.built_in` |
 """
 
 from __future__ import annotations
@@ -82,12 +83,12 @@ def _timm(name: str, spec: str) -> nn.Module:
 
 
 def _monai(name: str, spec: str) -> nn.Module:
-    match = re.fullmatch(r"densenet(121|169|201|264)-([123])d", name)
+    match = re.fullmatch(r"densenet(121|169|201|264)(?:-([123])d)?", name)
     if match is None:
-        expected = "densenet121, 169, 201 or 264 with -1d, -2d or -3d"
+        expected = "densenet121, 169, 201 or 264, with -1d, -2d or -3d"
         raise ArgumentError(describe(expected=expected, got=repr(name), where=spec))
     nets = _import("monai.networks.nets", "convert")
-    return getattr(nets, f"DenseNet{match[1]}")(spatial_dims=int(match[2]), in_channels=1, out_channels=2)
+    return getattr(nets, f"DenseNet{match[1]}")(spatial_dims=int(match[2] or 2), in_channels=1, out_channels=2)
 
 
 def _lowtide(name: str, spec: str) -> nn.Module:
@@ -96,7 +97,10 @@ def _lowtide(name: str, spec: str) -> nn.Module:
         return models.densenet_bc(int(match[1]), int(match[2]))
     if re.fullmatch(r"densenet\d+", name) and hasattr(models, name):
         return getattr(models, name)()
-    expected = "densenet121, 161, 169, 201, 264 or densenet_bc-DEPTH-GROWTH"
+    parts = importlib.import_module("lowtide.models.built_in").PARTS
+    if name in parts:
+        return parts[name].build()
+    expected = "densenet121, 161, 169, 201, 264, densenet_bc-DEPTH-GROWTH or a part (lowtide verify --list names them)"
     raise ArgumentError(describe(expected=expected, got=repr(name), where=spec))
 
 

@@ -9,14 +9,15 @@ x = self.layers(x)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
 from lowtide.errors import ArgumentError, describe
 from lowtide.functional import densely_connected
 from lowtide.levels import Level, check_level
-from lowtide.nn.describe import must_trace
+from lowtide.nn.dense import warn_plain
+from lowtide.nn.describe import is_hooked, must_trace
 
 
 class DenselyConnected(nn.ModuleList):
@@ -26,7 +27,8 @@ class DenselyConnected(nn.ModuleList):
 
     An f_i is any module from (N, c_i, *S) to (N, k_i, *S): dropout, batch norm, squeeze-and-excitation and autocast
     inside it are replayed. At a lean level it runs twice ("block": three times), and so do the hooks inside it; it must
-    not change its input in place, and train no tensor but its own parameters.
+    not change its input in place, and train no tensor but its own parameters. With a hook on an f_i itself the chain
+    runs the plain way, with one warning.
 
     Saved: at "pointwise" and "layer" the features once, c0 + sum of k_i channels; at "block" the input alone.
 
@@ -56,8 +58,17 @@ class DenselyConnected(nn.ModuleList):
         self.recompute = check_level(level, "DenselyConnected.set_recompute")
 
     def forward(self, x: Tensor) -> Tensor:
-        level = "none" if must_trace() else self.recompute
-        return densely_connected(x, list(self), new_first=self.new_first, recompute=level, growths=self._growths)
+        layers = list(self)
+        level: Level = "none" if must_trace() else self.recompute
+        if level != "none" and (hooked := first_hooked(layers)) is not None:
+            warn_plain(self, f"layer {hooked} has a hook or its own forward")
+            level = "none"
+        return densely_connected(x, layers, new_first=self.new_first, recompute=level, growths=self._growths)
 
     def extra_repr(self) -> str:
         return f"new_first={self.new_first}, recompute={self.recompute!r}"
+
+
+def first_hooked(layers: Sequence[nn.Module]) -> int | None:
+    """The first layer whose output somebody looks at: it would see a run without a graph."""
+    return next((i for i, layer in enumerate(layers) if is_hooked(layer)), None)
