@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from kernel_providers import PROVIDERS, make_native
+from kernel_providers import PROVIDERS, make
 
-from lowtide.kernels import Kernels, TensorCalls
+from lowtide.kernels import Kernels
 
 
 @pytest.fixture(params=PROVIDERS)
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    provider = request.param
-    return TensorCalls() if provider == "tensor" else make_native(provider.removeprefix("native-"))
+    return make(request.param)

@@ -160,6 +160,54 @@ def test_without_a_compiler_one_warning_and_tensor_calls(tmp_path: Path, asked: 
     assert "a C++ compiler" in err
 
 
+@needs_compiler
+def test_without_ninja_one_warning_and_tensor_calls(tmp_path: Path) -> None:
+    """PATH has a compiler and nothing else, and Python lies in a folder without ninja."""
+    (tmp_path / "c++").symlink_to(str(shutil.which("c++")))
+    environment = {"PATH": str(tmp_path), "LOWTIDE_CACHE_DIR": str(tmp_path / "cache"), "LOWTIDE_KERNELS": ""}
+    code = f"import sys; sys.executable = {str(tmp_path / 'python')!r}\n{WITHOUT}"
+    out, err = finish(start(code, CXX="c++", **environment))
+    assert out == "tensor [3.0]\n"
+    assert err.count("RuntimeWarning") == 1, err
+    assert "missing: ninja (pip install ninja)" in err
+
+
+TRAINING = """
+import torch
+from lowtide.functional import long_conv
+from lowtide.models import densenet_bc
+from lowtide.nn import SGConv
+torch.manual_seed(0)
+model = densenet_bc(10, 4, recompute="layer")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x, target = torch.randn(4, 3, 8, 8), torch.arange(4)
+losses = []
+for step in range(4):
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(x), target)
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+assert losses[-1] < losses[0], losses
+layer = SGConv(4, 32, kernel_dim=4, recompute="layer").eval()
+u = torch.randn(2, 4, 32)
+y = layer(u)
+y.sum().backward()
+state = layer.initial_state(2)
+with torch.no_grad():
+    streamed, _ = layer.prefill(u, state)
+assert (streamed - y).norm() < 1e-5 * y.norm()
+print("done")
+"""
+
+
+def test_everything_works_without_a_compiler(tmp_path: Path) -> None:
+    environment = {"PATH": str(tmp_path), "LOWTIDE_CACHE_DIR": str(tmp_path / "cache"), "LOWTIDE_KERNELS": ""}
+    out, err = finish(start(TRAINING, CXX="c++", **environment))
+    assert out == "done\n"
+    assert err.count("RuntimeWarning") == 1, err
+
+
 def test_compiler_that_fails_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "broken-c++"
     version = 'case "$1" in -v) echo "gcc version 12" >&2; exit 0;; esac'

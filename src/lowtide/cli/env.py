@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json as json_format
-import os
 import platform
 
 import torch
@@ -21,7 +20,6 @@ OPTIONAL = {
     "timm": "lowtide[convert]",
     "monai": "lowtide[convert]",
     "matplotlib": "lowtide[plots]",
-    "ninja": "ninja",
     "triton": "triton",
 }
 
@@ -48,10 +46,7 @@ def environment() -> dict[str, dict[str, str | int | None]]:
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
-    asked = os.environ.get(kernels.VARIABLE)
-    used = {"cpu": torch.zeros(1, 1, 1)}
-    if gpus:
-        used["cuda"] = torch.zeros(1, 1, 1, device="cuda")
+    used = {"cpu": _used("cpu"), "cuda": _used("cuda") if gpus else "nothing: no CUDA device here"}
     return {
         "versions": {
             "lowtide": lowtide.__version__,
@@ -67,15 +62,16 @@ def environment() -> dict[str, dict[str, str | int | None]]:
         },
         "kernels": {
             **kernels.states(),
-            **{f"used on {device}": f"{kernels.select(x).name} ({_reason(asked)})" for device, x in used.items()},
+            **{f"used on {device}": text for device, text in used.items()},
             "compiled into": str(cache_folder()),
         },
         "optional packages": {name: _version(name, requirement) for name, requirement in OPTIONAL.items()},
     }
 
 
-def _reason(asked: str | None) -> str:
-    return f"{kernels.VARIABLE}={asked}" if asked else f"{kernels.VARIABLE} is not set: the fastest that can run"
+def _used(device: str) -> str:
+    choice = kernels.choose(torch.zeros(1, 1, 1, device=device))
+    return f"{choice.kernels.name} ({choice.reason})"
 
 
 def _version(package: str, requirement: str) -> str:
