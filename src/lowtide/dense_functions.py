@@ -12,6 +12,7 @@ from lowtide.levels import Level, check_level
 from lowtide.parts import DenseLayer, Head, Stem, Transition
 from lowtide.reference import dense_block as plain
 from lowtide.reference import transition as plain_parts
+from lowtide.reference.layers import batch_norm as batch_norm
 
 
 def dense_block(

@@ -39,6 +39,10 @@ class NonFiniteError(LowtideError, ArithmeticError):
     """The loss or a gradient is NaN or infinite; the message names the step, the batch and the saved state."""
 
 
+class RankError(LowtideError, RuntimeError):
+    """The processes of a run do not agree, or one of them was lost; the message names the rank that saw it."""
+
+
 class ParityError(LowtideError, AssertionError):
     """`ParityReport.raise_if_failed`: the candidate is not the same network as the reference."""
 

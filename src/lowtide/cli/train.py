@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.cli.parsing import parse
+from lowtide.distributed.world import is_main_process, was_restarted
 from lowtide.measure.units import format_bytes
 from lowtide.train.densenet import KIND, DenseNetOptions, run_name, train_densenet
 from lowtide.train.interrupt import Interrupted
@@ -42,14 +43,20 @@ def densenet(prog: str, args: Sequence[str]) -> None:
     flags = parse(prog, DenseNetFlags, args, flag_pairs=True)
     run = Run(flags.out or Path("runs") / run_name(flags))
     options = _options(flags)
-    if flags.resume:
+    resume = goes_on(flags.resume, run)
+    if resume:
         saved = DenseNetOptions.from_json(run.options(KIND), str(run.folder))
         # parsed again with the saved options as defaults: what differs now was given on the command line
         defaults = DenseNetFlags(**dataclasses.asdict(saved), out=flags.out)
         options = _options(parse(prog, DenseNetFlags, args, default=defaults, flag_pairs=True))
         check_unchanged(saved, options, str(run.folder))
     start = functools.partial(train_densenet, options)
-    train_and_tell(prog, run, start, flags.resume, flags.overwrite, flags.json, "pictures")
+    train_and_tell(prog, run, start, resume, flags.overwrite, flags.json, "pictures")
+
+
+def goes_on(resume: bool, run: Run) -> bool:
+    """Whether the run in the folder is continued: asked for, or begun before torchrun started the processes anew."""
+    return resume or (was_restarted() and run.exists)
 
 
 def train_and_tell(
@@ -57,7 +64,7 @@ def train_and_tell(
 ) -> None:
     """Train by `start(run, resume=, overwrite=, reporter=)`, unless the run has ended, and print the result."""
     finished = run.summary() if resume else None
-    reporter = Reporter() if as_json else TerminalReporter()
+    reporter = Reporter() if as_json or not is_main_process() else TerminalReporter()
     try:
         if finished:
             summary = Summary(**finished)
@@ -65,7 +72,8 @@ def train_and_tell(
             summary = start(run, resume=resume, overwrite=overwrite, reporter=reporter)
     except Interrupted as stop:
         raise Interrupted(f"{stop}; to continue: {prog} --out {run.folder} --resume") from None
-    print(json.dumps(dataclasses.asdict(summary)) if as_json else _text(summary, samples))
+    if is_main_process():
+        print(json.dumps(dataclasses.asdict(summary)) if as_json else _text(summary, samples))
 
 
 def _options(flags: DenseNetFlags) -> DenseNetOptions:

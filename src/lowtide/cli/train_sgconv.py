@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.cli.parsing import parse
-from lowtide.cli.train import train_and_tell
+from lowtide.cli.train import goes_on, train_and_tell
 from lowtide.errors import ArgumentError, describe
 from lowtide.train.options import check_unchanged
 from lowtide.train.presets import OWN_DATA, PRESETS, Preset
@@ -40,12 +40,13 @@ def sgconv(prog: str, args: Sequence[str]) -> None:
     if flags.preset:
         # parsed again with the preset as defaults: what differs from it then was given on the command line
         flags = parse(prog, SGConvFlags, args, default=_flags(PRESETS[flags.preset]), flag_pairs=True)
-    if flags.data == OWN_DATA and not flags.resume:
+    run = Run(flags.out or Path("runs") / run_name(flags))
+    resume = goes_on(flags.resume, run)
+    if flags.data == OWN_DATA and not resume:
         got, fix = "none; its data are not built in", "see lowtide.data.npz"
         raise ArgumentError(describe(expected="--data npz:PATH", got=got, where=f"--preset {flags.preset}", fix=fix))
-    run = Run(flags.out or Path("runs") / run_name(flags))
     options = _options(flags)
-    if flags.resume:
+    if resume:
         saved = SGConvOptions.from_json(run.options(KIND), str(run.folder))
         if flags.preset is None:
             options = _options(parse(prog, SGConvFlags, args, default=_flags(saved), flag_pairs=True))
@@ -53,7 +54,7 @@ def sgconv(prog: str, args: Sequence[str]) -> None:
             options = dataclasses.replace(options, epochs=saved.epochs)
         check_unchanged(saved, options, str(run.folder))
     start = functools.partial(train_sgconv, options)
-    train_and_tell(prog, run, start, flags.resume, flags.overwrite, flags.json, "rows")
+    train_and_tell(prog, run, start, resume, flags.overwrite, flags.json, "rows")
 
 
 def _flags(options: SGConvOptions) -> SGConvFlags:

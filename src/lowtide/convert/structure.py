@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from lowtide.nn.batch_norm import SYNC_BATCH_NORMS
+
 NORMS: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
     nn.GroupNorm,
@@ -252,7 +254,7 @@ def find_stem(module: nn.Module) -> StemPlan | None:
 def is_plain_norm(module: nn.Module) -> bool:
     """A norm that scope "all" covers: batch norm of one process, instance norm, group norm."""
     return isinstance(module, nn.modules.batchnorm._NormBase | nn.GroupNorm) and not isinstance(
-        module, nn.SyncBatchNorm
+        module, SYNC_BATCH_NORMS
     )
 
 

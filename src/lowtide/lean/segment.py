@@ -120,7 +120,7 @@ def _check(x: Tensor, parts: Parts) -> None:
         c += layer.growth
     for norm in norms_of(parts):
         check_count(norm, x)
-    if len({id(norm.reduce) for norm in norms_of(parts) if norm.uses_batch}) > 1:
+    if len({norm.reduce for norm in norms_of(parts) if norm.uses_batch}) > 1:
         raise UnsupportedError(
             describe(
                 expected="one process group for all batch norms of a block",

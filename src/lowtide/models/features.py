@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowtide import parts
-from lowtide.functional import dense_block, stem
+from lowtide.functional import stem
 from lowtide.levels import Level, check_level
+from lowtide.nn.batch_norm import call_norm
 from lowtide.nn.dense import MAX_POOL, DenseBlock, Transition
 from lowtide.nn.describe import (
     NotLean,
@@ -67,26 +68,29 @@ class DenseFeatures(nn.Sequential):
                 if pooled and is_last:
                     return x
             else:
-                x, position = child(x), position + 1
+                x, position = call_norm(child, x), position + 1
         return F.relu(x).flatten(2).mean(2) if pooled else x
 
     def _run_joined(self, x: Tensor, block: nn.Module, following: nn.Module | None, *, head: bool) -> Tensor | None:
         """Block and following in one node, or None if they have to be called one by one."""
-        if following is None or type(block) is not DenseBlock or is_hooked(block) or is_hooked(following):
+        if following is None or not isinstance(block, DenseBlock) or type(block).forward is not DenseBlock.forward:
             return None
-        if not ((type(following) is Transition and following.recompute == block.recompute) or head):
+        if is_hooked(block) or is_hooked(following) or block.recompute == "none" or must_trace():
             return None
-        layers = block.describe()
-        if layers is None:
+        is_transition = type(following).forward is Transition.forward
+        if not ((is_transition and getattr(following, "recompute", None) == block.recompute) or head):
             return None
-        if isinstance(following, Transition):
-            tail = following.describe()
-        else:
-            try:
-                tail = parts.Head(describe_norm(following, "norm5"))
-            except NotLean:  # a norm of another kind is called by itself, which is exact
-                tail = None
-        return None if tail is None else dense_block(x, layers, tail, recompute=block.recompute)
+        return block.run_with(x, following)
+
+    def shard_units(self) -> list[list[nn.Module]]:
+        """What `lowtide.distributed.shard` gathers together: each block with the transition in its node."""
+        children = list(self.children())
+        pairs = zip(children, [*children[1:], None], strict=True)
+        return [
+            [block, following] if isinstance(following, Transition) else [block]
+            for block, following in pairs
+            if isinstance(block, DenseBlock)
+        ]
 
     def _run_stem(self, x: Tensor, names: list[str]) -> tuple[Tensor, int]:
         """The stem's output and the number of children it used: 0 if they are to be called one by one."""

@@ -2,6 +2,7 @@
 
 from lowtide.functional import clone_state as clone_state
 from lowtide.functional import reset_rows as reset_rows
+from lowtide.nn.batch_norm import SyncBatchNorm as SyncBatchNorm
 from lowtide.nn.dense import DenseBlock as DenseBlock
 from lowtide.nn.dense import DenseLayer as DenseLayer
 from lowtide.nn.dense import Transition as Transition

@@ -17,6 +17,7 @@ from lowtide import parts
 from lowtide.errors import ArgumentError, describe
 from lowtide.functional import dense_block, transition
 from lowtide.levels import Level, check_level
+from lowtide.nn.batch_norm import call_norm
 from lowtide.nn.describe import (
     NotLean,
     check_no_global_hooks,
@@ -88,9 +89,9 @@ class DenseLayer(nn.Module):
 
     def forward(self, features: Tensor | Sequence[Tensor]) -> Tensor:
         x = features if isinstance(features, Tensor) else torch.cat(list(features), 1)
-        new = self.conv1(self.relu1(self.norm1(x)))
+        new = self.conv1(self.relu1(call_norm(self.norm1, x)))
         if self.has_bottleneck:
-            new = self.conv2(self.relu2(self.norm2(new)))
+            new = self.conv2(self.relu2(call_norm(self.norm2, new)))
         return F.dropout(new, self.drop_rate, self.training) if self.drop_rate > 0 else new
 
     def describe(self, name: str) -> parts.DenseLayer:
@@ -168,6 +169,23 @@ class DenseBlock(nn.Module):
         layers = self.describe()
         return self.forward_plain(x) if layers is None else dense_block(x, layers, recompute=self.recompute)
 
+    def run_with(self, x: Tensor, following: nn.Module) -> Tensor | None:
+        """The block and the transition, or the last norm and the head, in one node; None if they must run one by one.
+
+        What a sharded block calls instead of `forward`: its parameters and the transition's are gathered around it.
+        """
+        layers = self.describe()
+        if layers is None:
+            return None
+        if isinstance(following, Transition):
+            tail = following.describe()
+        else:
+            try:
+                tail = parts.Head(describe_norm(following, "norm5"))
+            except NotLean:  # a norm of another kind is called by itself, which is exact
+                tail = None
+        return None if tail is None else dense_block(x, layers, tail, recompute=self.recompute)
+
     def describe(self) -> tuple[parts.DenseLayer, ...] | None:
         """The layers as plain tensors and numbers; None where the block has to run the plain way.
 
@@ -239,7 +257,11 @@ class Transition(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         described = self.describe()
-        return super().forward(input) if described is None else transition(input, described, recompute=self.recompute)
+        if described is not None:
+            return transition(input, described, recompute=self.recompute)
+        for child in self:
+            input = call_norm(child, input)
+        return input
 
     def describe(self) -> parts.Transition | None:
         """The transition as plain tensors and numbers; None where it has to run the plain way (see `DenseBlock`)."""

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as torch_module
 
 from lowtide import parts
+from lowtide.nn.batch_norm import BATCH_NORMS, as_parts
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class NotLean(Exception):
     """Why a module has to run the plain way; never leaves this package."""
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """Sums a vector over a process group in place; `None` is the default group."""
-
-    group: Any
-
-    def __call__(self, vector: Tensor) -> None:
-        torch.distributed.all_reduce(vector, group=self.group)
 
 
 def must_trace() -> bool:
@@ -35,10 +24,11 @@ def must_trace() -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether calling `module` does more than its forward."""
+    """Whether calling `module` does more than its forward, other than gathering sharded parameters."""
+    gathering = module.__dict__.get("gathering_hooks", frozenset())
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
+        module._forward_hooks.keys() - gathering
+        or module._forward_pre_hooks.keys() - gathering
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
@@ -60,28 +50,7 @@ def describe_norm(module: nn.Module, name: str) -> parts.BatchNorm:
         raise NotLean(f"{name} is a {type(module).__name__}, not a batch norm")
     check_unhooked(module, name)
     assert isinstance(module, nn.modules.batchnorm._BatchNorm)
-    tracked = module.track_running_stats
-    return parts.BatchNorm(
-        module.weight,
-        module.bias,
-        module.running_mean if tracked else None,
-        module.running_var if tracked else None,
-        module.num_batches_tracked if tracked else None,
-        module.eps,
-        module.momentum,
-        module.training,
-        _reduce(module),
-    )
-
-
-def _reduce(module: nn.Module) -> AllReduce | None:
-    if not isinstance(module, nn.SyncBatchNorm) or not module.training:
-        return None
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    if torch.distributed.get_world_size(module.process_group) < 2:
-        return None
-    return AllReduce(module.process_group)
+    return as_parts(module)
 
 
 def describe_convolution(

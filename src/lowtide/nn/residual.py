@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lowtide.functional import State, recomputed, sequence_norm
 from lowtide.levels import Level, check_level
-from lowtide.nn.describe import must_trace
+from lowtide.nn.batch_norm import SYNC_BATCH_NORMS, call_norm
+from lowtide.nn.describe import describe_norm, is_hooked, must_trace
 from lowtide.nn.sgconv import SGConv
 from lowtide.parts import BatchNorm
 from lowtide.sequence_split import SequenceGroup, SequenceSplit
@@ -36,16 +37,20 @@ class SequenceNorm(nn.Module):
         """x (B, H, L) or (B, H); valid (B, L) bool, True where a position counts. Same shape; padding is anything."""
         if isinstance(self.norm, nn.LayerNorm):
             return self.norm(x.transpose(1, -1)).transpose(1, -1)
+        if isinstance(self.norm, SYNC_BATCH_NORMS) and split is None and not is_hooked(self.norm):
+            described = describe_norm(self.norm, "norm")
+            if described.reduce is not None:
+                return sequence_norm(x if x.dim() == 3 else x.unsqueeze(2), described, valid).view(x.shape)
         if split is not None and self.training:
             n = self.norm
             moving = (n.running_mean, n.running_var, n.num_batches_tracked)
             norm = BatchNorm(n.weight, n.bias, *moving, n.eps, n.momentum, reduce=split.add_)
             return sequence_norm(x, norm, valid)
         if valid is None or not self.training:
-            return self.norm(x)
+            return call_norm(self.norm, x)
         rows = x.transpose(1, 2)
         out = torch.zeros_like(rows)
-        out[valid] = self.norm(rows[valid]).to(out.dtype)
+        out[valid] = call_norm(self.norm, rows[valid]).to(out.dtype)
         return out.transpose(1, 2)
 
 

@@ -16,13 +16,14 @@ from lowtide.data.batches import EpochPlan
 from lowtide.data.images import ImageData, Preprocessing
 from lowtide.data.load import FOLDER, Augment, image_spec, load_images
 from lowtide.data.seeds import derive_seed
+from lowtide.distributed.world import World, world_of_ranks
 from lowtide.errors import ArgumentError, describe
 from lowtide.levels import Level, check_level
 from lowtide.models import densenet as networks
 from lowtide.models.densenet import DenseNet
 from lowtide.train.checkpoint import load_checkpoint, load_weights
 from lowtide.train.evaluate import model_device
-from lowtide.train.loop import Summary, train
+from lowtide.train.loop import Summary, synchronise_batch_norm, train
 from lowtide.train.objective import classification
 from lowtide.train.options import TrainOptions, choose_device, require
 from lowtide.train.report import Reporter
@@ -182,16 +183,26 @@ def train_densenet(options: DenseNetOptions, run: Run, *, resume: bool, overwrit
         LowtideError: of the kinds that `load_images`, `build_model`, `Run` and `train` raise.
     """
     options.check()
+    with world_of_ranks(choose_device(options.device), options.rank_timeout) as world:
+        return _train(options, run, resume, overwrite, reporter, world)
+
+
+def _train(
+    options: DenseNetOptions, run: Run, resume: bool, overwrite: bool, reporter: Reporter, world: World
+) -> Summary:
     if options.epochs is None:
         options = dataclasses.replace(options, epochs=default_epochs(options.data))
-    if not resume:
+    if not resume and world.is_main:
         run.check_free(overwrite)
-    data = load_data(options)
+    with world.first_of_machine_first():
+        data = load_data(options)
     model = build_model(options, len(data.classes), data.preprocessing)
-    plan = EpochPlan(len(data.train), options.batch_size, options.seed, options.accumulate)
+    if options.sync_batch_norm and world.size > 1:
+        synchronise_batch_norm(model)
+    plan = EpochPlan(len(data.train), options.batch_size, options.seed, options.accumulate, world.size)
     assert options.epochs is not None
     optimizer, schedule = build_optimizer(model, options, options.epochs * plan.steps)
-    if not resume:
+    if not resume and world.is_main:
         run.create(KIND, options.to_json(), overwrite)
     parameters = sum(p.numel() for p in model.parameters())
     n_validation = len(data.validation) if data.validation else 0
@@ -201,7 +212,7 @@ def train_densenet(options: DenseNetOptions, run: Run, *, resume: bool, overwrit
         f"{options.epochs} epochs of {plan.steps} steps"
     )
     description = describe_trained(KIND, options, data.classes, data.preprocessing)
-    return train(options, model, data, classification, optimizer, schedule, run, reporter, description)
+    return train(options, model, data, classification, optimizer, schedule, run, reporter, description, world)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -9,8 +10,11 @@ import torch
 from torch import nn
 
 from lowtide.data.batches import Batch, BatchDataset, evaluation_keys, make_loader
+from lowtide.distributed.world import World
 from lowtide.train.objective import Objective
 from lowtide.train.options import Precision
+
+ALONE = World()
 
 
 class Evaluation(NamedTuple):
@@ -28,21 +32,29 @@ def evaluate(
     batch_size: int,
     precision: Precision = "float32",
     workers: int = 0,
+    world: World = ALONE,
 ) -> Evaluation:
-    """Run `model` in eval mode without gradients over every sample once; its modules' modes are put back."""
+    """Run `model` in eval mode without gradients over every sample once; its modules' modes are put back.
+
+    Each rank of `world` takes a run of whole batches. The batches' sums are added in their order, so the result is, on
+    every rank, bit for bit that of one process.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     device = model_device(model)
-    loss_sum, errors, n_targets = 0.0, 0, 0
+    mine: list[tuple[float, int, int]] = []
     with torch.no_grad(), autocast(precision, device):
-        for batch in make_loader(part, evaluation_keys(len(part), batch_size), workers):
+        for batch in make_loader(part, evaluation_keys(len(part), batch_size, world.rank, world.size), workers):
             batch = to_device(batch, device, precision)
             scores = objective(model(*batch.inputs), batch)
-            loss_sum += float(scores.loss_sum)
-            errors += int(scores.errors)
-            n_targets += batch.n_targets
+            mine.append((float(scores.loss_sum), int(scores.errors), batch.n_targets))
     for module, training in modes:
         module.training = training
+    loss_sum, errors, n_targets = 0.0, 0, 0
+    for loss, missed, targets in itertools.chain.from_iterable(world.gather(mine)):
+        loss_sum += loss
+        errors += missed
+        n_targets += targets
     return Evaluation(loss_sum / n_targets, 100 * errors / n_targets, n_targets)
 
 

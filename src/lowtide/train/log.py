@@ -81,6 +81,16 @@ class RunLog:
         self._opened.close()
 
 
+class NoLog(RunLog):
+    """The log of a rank that writes none."""
+
+    def __init__(self) -> None:
+        self._files = {}
+        self._opened = ExitStack()
+
+    def event(self, kind: str, row: Row) -> None: ...
+
+
 def _open_at(path: Path, length: int) -> IO[bytes]:
     file = path.open("ab", buffering=0)
     if file.tell() < length:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 import torch
 
+from lowtide.distributed.world import own_device
 from lowtide.errors import ArgumentError, CheckpointError, describe
 
 Precision = Literal["float32", "bf16", "float64"]
@@ -44,10 +45,25 @@ class TrainOptions:
     """Optimiser steps between lines of the step log."""
     tensorboard: bool = True
     """Also write TensorBoard's event files, if tensorboard is installed."""
+    sync_batch_norm: bool = False
+    """Under torchrun: batch norm takes the statistics of all processes' samples instead of its own."""
+    check_ranks_every: int = 0
+    """Under torchrun: optimiser steps between checks that all processes have the same weights (0: never)."""
+    rank_timeout: float = 600.0
+    """Under torchrun: seconds to wait for another process before giving up."""
 
     # what a resumed run may change without becoming another run
     changeable: ClassVar[frozenset[str]] = frozenset(
-        {"eval_batch_size", "device", "workers", "checkpoint_every", "log_every", "tensorboard"}
+        {
+            "eval_batch_size",
+            "device",
+            "workers",
+            "checkpoint_every",
+            "log_every",
+            "tensorboard",
+            "check_ranks_every",
+            "rank_timeout",
+        }
     )
 
     def check(self) -> None:
@@ -58,6 +74,8 @@ class TrainOptions:
         require(self.lr > 0, "--lr", "a positive number", self.lr)
         require(self.weight_decay >= 0, "--weight-decay", "0 or more", self.weight_decay)
         require(self.workers >= 0, "--workers", "0 or more", self.workers)
+        require(self.check_ranks_every >= 0, "--check-ranks-every", "0 or more", self.check_ranks_every)
+        require(self.rank_timeout > 0, "--rank-timeout", "a positive number", self.rank_timeout)
         known = get_args(Precision)
         require(self.precision in known, "--precision", f"one of {', '.join(known)}", repr(self.precision))
 
@@ -108,16 +126,18 @@ def check_unchanged(saved: Options, given: Options, where: str) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device called `name`; auto is the first GPU, or the CPU where there is none.
+    """The device called `name`; auto is a GPU (under torchrun this process's own), or the CPU where there is none.
 
     Raises:
         ArgumentError: no such device here.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return own_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        device = torch.device(name)
+        device = own_device(torch.device(name))
         torch.empty(0, device=device)
+    except ArgumentError:
+        raise
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         got = f"{name} ({reason})"

@@ -19,13 +19,14 @@ from lowtide.data.listops import ListOpsRules
 from lowtide.data.load_sequences import LISTOPS, NPZ, load_sequences
 from lowtide.data.seeds import derive_seed
 from lowtide.data.sequences import SequenceData, SequenceFormat
+from lowtide.distributed.world import World, world_of_ranks
 from lowtide.levels import Level, check_level
 from lowtide.models.sequence import SequenceModel
 from lowtide.nn import parameter_groups
 from lowtide.sgconv_form import Alignment, Combine, Decay, Interpolation
 from lowtide.train.checkpoint import load_checkpoint, load_weights
 from lowtide.train.evaluate import model_device
-from lowtide.train.loop import Summary, train
+from lowtide.train.loop import Summary, synchronise_batch_norm, train
 from lowtide.train.objective import classification
 from lowtide.train.options import TrainOptions, choose_device, require
 from lowtide.train.report import Reporter
@@ -224,16 +225,26 @@ def train_sgconv(options: SGConvOptions, run: Run, *, resume: bool, overwrite: b
         LowtideError: of the kinds that `load_sequences`, `build_model`, `Run` and `train` raise.
     """
     options.check()
+    with world_of_ranks(choose_device(options.device), options.rank_timeout) as world:
+        return _train(options, run, resume, overwrite, reporter, world)
+
+
+def _train(
+    options: SGConvOptions, run: Run, resume: bool, overwrite: bool, reporter: Reporter, world: World
+) -> Summary:
     if options.epochs is None:
         options = dataclasses.replace(options, epochs=default_epochs(options.data))
-    if not resume:
+    if not resume and world.is_main:
         run.check_free(overwrite)
-    data = load_data(options)
+    with world.first_of_machine_first():
+        data = load_data(options)
     model = build_model(options, len(data.classes), data.format)
-    plan = EpochPlan(len(data.train), options.batch_size, options.seed, options.accumulate)
+    if options.sync_batch_norm and world.size > 1:
+        synchronise_batch_norm(model)
+    plan = EpochPlan(len(data.train), options.batch_size, options.seed, options.accumulate, world.size)
     assert options.epochs is not None
     optimizer, schedule = build_optimizer(model, options, options.epochs * plan.steps)
-    if not resume:
+    if not resume and world.is_main:
         run.create(KIND, options.to_json(), overwrite)
     parameters = sum(p.numel() for p in model.parameters())
     n_validation = len(data.validation) if data.validation else 0
@@ -248,7 +259,7 @@ def train_sgconv(options: SGConvOptions, run: Run, *, resume: bool, overwrite: b
         "classes": json.dumps(data.classes),
         "format": json.dumps(dataclasses.asdict(data.format)),
     }
-    return train(options, model, data, classification, optimizer, schedule, run, reporter, description)
+    return train(options, model, data, classification, optimizer, schedule, run, reporter, description, world)
 
 
 @dataclass(frozen=True)
