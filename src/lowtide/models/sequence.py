@@ -97,6 +97,10 @@ class SequenceModel(nn.Module):
         for block in self._blocks():
             block.set_recompute(level)
 
+    def shard_units(self) -> list[nn.Module]:
+        """What `lowtide.distributed.shard` gathers one after the other."""
+        return [*self.blocks]
+
     def forward(self, x: Tensor, lengths: Tensor | None = None, padding_side: PaddingSide = "right") -> Tensor:
         """(B, L, d_input), or tokens (B, L), -> (B, d_output), or (B, L, d_output) if `pool` is None.
 
