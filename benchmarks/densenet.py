@@ -146,6 +146,7 @@ LEVELS = ("pointwise", "layer", "block")
 BC100 = [
     Contender("plain", "densenet:bc100", baseline=True),
     Contender("plain, channels_last", "densenet:bc100", {"channels_last": True}),
+    Contender("plain, torch.compile", "densenet:bc100", {"compiled": True}, slow=True),
     Contender("checkpoint(cat-norm-relu-conv1)", "densenet:bc100", {"checkpointed": True}),
     *(Contender(f"lowtide {level}", "densenet:bc100", {"level": level}) for level in LEVELS),
 ]
@@ -179,9 +180,9 @@ def run(*, quick: bool = False, only: str = "") -> list[Figure]:
     repeats = 3 if quick else 9
     figures: list[Figure] = []
     if only in ("", "bc100"):
-        figures += run_case("DenseNet-BC 100 k12, batch 64, 32x32", BC100, repeats=repeats)
+        figures += run_case("DenseNet-BC 100 k12, batch 64, 32x32", BC100, repeats=repeats, quick=quick)
     if only in ("", "densenet121"):
-        figures += run_case("densenet121, batch 16, 224x224", D121, repeats=max(3, repeats // 2))
+        figures += run_case("densenet121, batch 16, 224x224", D121, repeats=max(3, repeats // 2), quick=quick)
     if only in ("", "3d"):
-        figures += run_case("DenseNet121 3-D, batch 1, 96^3", D121_3D, repeats=repeats)
+        figures += run_case("DenseNet121 3-D, batch 1, 96^3", D121_3D, repeats=repeats, quick=quick)
     return figures

@@ -1,29 +1,31 @@
 """Contenders measured side by side: times interleaved in one process, peaks each in a fresh child process.
 
-A contender is a builder `benchmarks.MODULE:FUNCTION` with keyword arguments; it returns a callable that runs one step.
-Ratios are always to the contender marked `baseline` in the same run: this keeps a noisy machine's drift out of them.
+A contender is a builder `MODULE:FUNCTION` of this folder with keyword arguments; it returns a callable that runs one
+step. Ratios are always to the contender marked `baseline` in the same run: this keeps a noisy machine's drift out of
+them. On a CUDA device times lie between events and peaks are what tensors requested; on the CPU peaks are a process's.
 """
 
 from __future__ import annotations
 
-import csv
 import gc
 import importlib
 import importlib.util
-import os
-import platform
+import json
+import shlex
 import subprocess
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from lowtide.measure import measure
 from lowtide.measure.child import ChildFigures, Part, run_in_child
+from lowtide.measure.timing import time_once
 
 HERE = Path(__file__).resolve().parent
 MIB = 2**20
@@ -32,13 +34,29 @@ console = Console(width=150)
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to run the same step. `needs`: a package without which it is left out, and said to be."""
+    """One way to run the same step. `needs`: a package without which it cannot run, which is said and recorded.
+
+    `slow`: takes minutes before its first step (a compiler), so `--quick` leaves it out, and says so. `skip`: why it is
+    not run at this size.
+    """
 
     name: str
     builder: str
     kwargs: dict[str, Any] = field(default_factory=dict)
     baseline: bool = False
     needs: str = ""
+    slow: bool = False
+    skip: str = ""
+
+    @property
+    def alone(self) -> str:
+        """The command that runs this contender and no other."""
+        return shlex.join(
+            ["python", "benchmarks/one.py", self.builder, *([json.dumps(self.kwargs)] * bool(self.kwargs))]
+        )
+
+
+NAN = float("nan")
 
 
 @dataclass
@@ -46,21 +64,39 @@ class Figure:
     """What was measured of one contender. Bytes are over the process's base, taken after import, model and input.
 
     peak_bytes: high-water of a fresh process over `steps` steps, gradients and momentum counted; allocated_bytes: the
-    exact peak of torch's allocator in another; kept_bytes: what autograd keeps between forward and backward.
+    exact peak of torch's allocator in another; kept_bytes: what autograd keeps between forward and backward. On a GPU
+    peak_bytes is the peak of the bytes that tensors requested, allocated_bytes with the allocator's rounding.
     """
 
     case: str
     contender: str
-    seconds: float
-    seconds_p20: float
-    seconds_p80: float
-    time_ratio: float = float("nan")
+    seconds: float = NAN
+    seconds_p20: float = NAN
+    seconds_p80: float = NAN
+    time_ratio: float = NAN
     peak_bytes: int = 0
     peak_first_step_bytes: int = 0
-    peak_ratio: float = float("nan")
+    peak_ratio: float = NAN
     allocated_bytes: int = 0
-    allocated_ratio: float = float("nan")
+    allocated_ratio: float = NAN
     kept_bytes: int = 0
+    repeats: int = 0
+    baseline: bool = False
+    note: str = ""  # why there are no figures
+    alone: str = ""  # the command that runs this contender and no other
+
+
+class Peaks(TypedDict):
+    """Bytes over the base."""
+
+    peak: int
+    first_step: int
+    allocated: int
+    kept: int
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def build(contender: Contender) -> Callable[[], object]:
@@ -68,30 +104,23 @@ def build(contender: Contender) -> Callable[[], object]:
     return getattr(importlib.import_module(module), function)(**contender.kwargs)
 
 
-def installed(contenders: list[Contender]) -> list[Contender]:
-    kept = []
-    for contender in contenders:
-        if contender.needs and importlib.util.find_spec(contender.needs) is None:
-            console.print(f"left out: {contender.name} (pip install {contender.needs})")
-        else:
-            kept.append(contender)
-    return kept
+def why_not(contender: Contender, quick: bool) -> str:
+    """Why a contender does not run here; "" if it does."""
+    if contender.needs and importlib.util.find_spec(contender.needs) is None:
+        return f"not installed (pip install {contender.needs.replace('_', '-')})"
+    return contender.skip or ("left out of a quick run" if contender.slow and quick else "")
 
 
 def times(contenders: list[Contender], repeats: int, warmup: int = 2) -> dict[str, list[float]]:
     """Seconds per step: all contenders take turns, round after round, in an order that rotates."""
     steps = {c.name: build(c) for c in contenders}
     seconds: dict[str, list[float]] = {c.name: [] for c in contenders}
-    names = list(steps)
+    names, where = list(steps), device()
     for round_index in range(warmup + repeats):
         for name in names[round_index % len(names) :] + names[: round_index % len(names)]:
-            gc.collect()
-            start = time.perf_counter()
-            steps[name]()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            elapsed = time_once(steps[name], where)
             if round_index >= warmup:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(elapsed)
     return seconds
 
 
@@ -115,36 +144,86 @@ def child(contender: Contender, steps: int, part: Part) -> ChildFigures:
     return run_in_child("harness:repeated", kwargs, steps=1, parts=[part])
 
 
-def run_case(case: str, contenders: list[Contender], *, repeats: int, steps: int = 5) -> list[Figure]:
-    contenders = installed(contenders)
-    seconds = times(contenders, repeats)
+def peaks(contender: Contender, steps: int) -> Peaks:
+    """Each figure from a process that did nothing else before."""
+    if device().type == "cuda":
+        code = f"import harness; harness.gpu_peaks({contender.builder!r}, {contender.kwargs!r}, {steps})"
+        done = subprocess.run([sys.executable, "-c", code], cwd=HERE, stdout=subprocess.PIPE, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+    exact = child(contender, 2, "allocations")  # the second has the momentum; recording is slow
+    return {
+        "peak": child(contender, steps, "process")["process_high_water_bytes"],
+        "first_step": child(contender, 1, "process")["process_high_water_bytes"],
+        "allocated": exact["peak_bytes"],
+        "kept": exact["saved_bytes"],
+    }
+
+
+def gpu_peaks(builder: str, kwargs: dict[str, Any], steps: int) -> None:
+    """In the child: print what the steps requested of the GPU's memory over what model and input had."""
+    step = build(Contender("", builder, kwargs))
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_stats()
+    step()
+    first = torch.cuda.memory_stats()
+    for _ in range(steps - 1):
+        step()
+    all_steps = torch.cuda.memory_stats()
+
+    def over_base(stats: dict[str, int], kind: str) -> int:
+        return stats[f"{kind}_bytes.all.peak"] - base[f"{kind}_bytes.all.current"]
+
+    found: Peaks = {
+        "peak": over_base(all_steps, "requested"),
+        "first_step": over_base(first, "requested"),
+        "allocated": over_base(all_steps, "allocated"),
+        "kept": measure(step, repeats=1, device="cuda").saved_bytes,
+    }
+    print(json.dumps(found))
+
+
+def run_case(
+    case: str, contenders: list[Contender], *, repeats: int, steps: int = 5, quick: bool = False
+) -> list[Figure]:
+    """Measure, print and return one figure per contender, also for those that cannot run here."""
+    notes = {c.name: why_not(c, quick) for c in contenders}
+    present = [c for c in contenders if not notes[c.name]]
+    seconds = times(present, repeats)
     figures = []
     for contender in contenders:
-        values = seconds[contender.name]
-        figure = Figure(case, contender.name, quantile(values, 0.5), quantile(values, 0.2), quantile(values, 0.8))
-        figure.peak_bytes = child(contender, steps, "process")["process_high_water_bytes"]
-        figure.peak_first_step_bytes = child(contender, 1, "process")["process_high_water_bytes"]
-        exact = child(contender, 2, "allocations")  # the second has the momentum; recording is slow
-        figure.allocated_bytes, figure.kept_bytes = exact["peak_bytes"], exact["saved_bytes"]
+        note = notes[contender.name]
+        figure = Figure(case, contender.name, baseline=contender.baseline, note=note, alone=contender.alone)
+        if not note:
+            values = seconds[contender.name]
+            figure.seconds, figure.repeats = quantile(values, 0.5), len(values)
+            figure.seconds_p20, figure.seconds_p80 = quantile(values, 0.2), quantile(values, 0.8)
+            found = peaks(contender, steps)
+            figure.peak_bytes, figure.peak_first_step_bytes = found["peak"], found["first_step"]
+            figure.allocated_bytes, figure.kept_bytes = found["allocated"], found["kept"]
         figures.append(figure)
-    base = next(f for f, c in zip(figures, contenders, strict=True) if c.baseline)
+    base = next(f for f in figures if f.baseline)
     for figure in figures:
-        figure.time_ratio = figure.seconds / base.seconds
-        figure.peak_ratio = figure.peak_bytes / base.peak_bytes
-        figure.allocated_ratio = figure.allocated_bytes / base.allocated_bytes
-    show(case, figures, base)
+        if not (figure.note or base.note):
+            figure.time_ratio = figure.seconds / base.seconds
+            figure.peak_ratio = figure.peak_bytes / base.peak_bytes
+            figure.allocated_ratio = figure.allocated_bytes / base.allocated_bytes
+    show(case, figures)
+    console.print(f"baseline: {base.contender}{base.note and ', ' + base.note}; alone: {base.alone}\n", highlight=False)
     return figures
 
 
-def show(case: str, figures: list[Figure], base: Figure) -> None:
+def show(case: str, figures: list[Figure]) -> None:
     table = Table(title=case, title_justify="left")
     columns = ("step s", "p20..p80", "time", "peak MiB", "first step", "peak", "allocated MiB", "allocated", "kept MiB")
     table.add_column("")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for f in figures:
+        if f.note:
+            continue
         table.add_row(
-            f.contender + (" (baseline)" if f is base else ""),
+            f.contender + (" (baseline)" if f.baseline else ""),
             f"{f.seconds:.3f}",
             f"{f.seconds_p20:.3f}..{f.seconds_p80:.3f}",
             f"{f.time_ratio:.2f} x",
@@ -156,39 +235,6 @@ def show(case: str, figures: list[Figure], base: Figure) -> None:
             f"{f.kept_bytes / MIB:.0f}",
         )
     console.print(table)
-
-
-def machine() -> dict[str, str]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": device,
-        "threads": str(torch.get_num_threads()),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip() or "unknown",
-    }
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return f"{line.split(':', 1)[1].strip()} x{os.cpu_count()}"
-    return platform.processor() or platform.machine()
-
-
-def write_csv(path: Path, figures: list[Figure], command: str) -> None:
-    """One row per figure, written beside its final name and moved into place."""
-    about = machine() | {"command": command}
-    beside = path.with_suffix(".csv.part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with beside.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*vars(figures[0]), *about])
-        writer.writeheader()
-        writer.writerows(vars(f) | about for f in figures)
-    os.replace(beside, path)
-    console.print(f"wrote {path}")
+    for f in figures:
+        if f.note:
+            console.print(f"{f.contender}: {f.note}", highlight=False)

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import peers
 import torch
-from harness import MIB, Contender, Figure, console, run_case
+from harness import MIB, Contender, Figure, console, device, run_case
 
 from lowtide.functional import long_conv
 from lowtide.nn import SGConv
 
 CONVOLUTIONS = {"conv4k": (16, 128, 4096), "conv64k": (4, 64, 65536), "conv1m": (1, 64, 1048576)}
 LAYER = (1, 128, 524288)
-
-
-def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -56,7 +53,7 @@ def layer(shape: tuple[int, int, int], level: str = "none") -> Callable[[], None
 def contenders(builder: str, shape: tuple[int, int, int], levels: tuple[str, ...]) -> list[Contender]:
     plain = Contender("plain rfft autograd", f"sgconv:{builder}", {"shape": shape}, baseline=True)
     ours = [Contender(f"lowtide {level}", f"sgconv:{builder}", {"shape": shape, "level": level}) for level in levels]
-    return [plain, *ours]
+    return [plain, *(peers.contenders(shape) if builder == "convolution" else []), *ours]
 
 
 def run(*, quick: bool = False, only: str = "") -> list[Figure]:
@@ -70,9 +67,11 @@ def run(*, quick: bool = False, only: str = "") -> list[Figure]:
         small = B * H * L < 2**24
         title = f"{'long_conv' if builder == 'convolution' else 'two-sided layer'} ({B}, {H}, {L})"
         repeats = 1 if quick else (9 if small else 3)
-        found = run_case(title, contenders(builder, shape, levels), repeats=repeats, steps=5 if small else 2)
+        found = run_case(
+            title, contenders(builder, shape, levels), repeats=repeats, steps=5 if small else 2, quick=quick
+        )
         unit = B * H * L * 4
-        peaks = ", ".join(f"{f.contender} {f.peak_bytes / unit:.2f}" for f in found)
+        peaks = ", ".join(f"{f.contender} {f.peak_bytes / unit:.2f}" for f in found if not f.note)
         console.print(f"peak in units of the input ({unit / MIB:.0f} MiB): {peaks}\n")
         figures += found
     return figures
