@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lowtide.distributed.exchange import GroupSplit
 from lowtide.errors import ArgumentError, UnsupportedError, describe
@@ -200,8 +201,8 @@ def reduce_gradients(model: nn.Module) -> None:
 
     One all-reduce per dtype, over a copy of all gradients and one number more per parameter. Call it once per step,
     after the last backward of an accumulation and before clipping and the optimiser. A parameter that has no gradient
-    on any rank keeps none. Beside data parallel training (DDP over `mesh["data"]`, this over `mesh["sequence"]`) the
-    order does not matter: both are linear.
+    on any rank keeps none. Beside data parallel or sharded training (DDP or `shard` over `mesh["data"]`, this over
+    `mesh["sequence"]`) each rank sums what it holds: averaging over rows and summing over positions commute.
 
     Raises:
         ArgumentError: the model was not given to `sequence_parallel`.
@@ -217,17 +218,21 @@ def reduce_gradients(model: nn.Module) -> None:
         if parameter.requires_grad:
             by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for (dtype, device), parameters in by_kind.items():
-        flat = torch.zeros(sum(p.numel() for p in parameters) + len(parameters), dtype=dtype, device=device)
-        *places, present = flat.split([*(p.numel() for p in parameters), len(parameters)])
+        sizes = [_own(p).numel() for p in parameters]
+        flat = torch.zeros(sum(sizes) + len(parameters), dtype=dtype, device=device)
+        *places, present = flat.split([*sizes, len(parameters)])
         for i, (parameter, place) in enumerate(zip(parameters, places, strict=True)):
             if parameter.grad is not None:
-                place.view(parameter.shape).copy_(parameter.grad)
+                place.view(_own(parameter).shape).copy_(_own(parameter.grad))
                 present[i] = 1
         distributed.all_reduce(flat, group=found[0].group)
         for parameter, place, count in zip(parameters, places, present.tolist(), strict=True):
             if count:
-                total = place.view(parameter.shape)
                 if parameter.grad is None:
-                    parameter.grad = total.clone()
-                else:
-                    parameter.grad.copy_(total)
+                    parameter.grad = torch.zeros_like(parameter)
+                _own(parameter.grad).copy_(place.view(_own(parameter).shape))
+
+
+def _own(x: Tensor) -> Tensor:
+    """What this rank holds of a parameter or gradient that may be divided."""
+    return (x.to_local() if isinstance(x, DTensor) else x).detach()

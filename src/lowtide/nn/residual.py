@@ -169,8 +169,9 @@ def pool_split(
     L = split.length
     if pool == "mean":
         kept = x if valid is None else x.masked_fill(~valid.unsqueeze(1), 0)
-        count = L if lengths is None else lengths.to(x.device).clamp(min=1).unsqueeze(1).to(x.dtype)
-        return split.sum(kept.sum(-1)) / count
+        dtype = torch.promote_types(x.dtype, torch.float32)  # a sum may leave the range of half precision
+        count = L if lengths is None else lengths.to(x.device).clamp(min=1).unsqueeze(1).to(dtype)
+        return (split.sum(kept.sum(-1, dtype=dtype)) / count).to(x.dtype)
     last = torch.full((x.shape[0],), L - 1, device=x.device)
     if lengths is not None:
         none = lengths.to(x.device) == 0
