@@ -32,7 +32,12 @@ from torch import distributed
 
 PR_SET_PDEATHSIG = 1
 _ranks = multiprocessing.get_context("forkserver")
-_ranks.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor", "lowtide"])
+_ranks.set_forkserver_preload(
+    [
+        *("torch", "torch.distributed", "torch.distributed.tensor", "lowtide", "lowtide.train.densenet"),
+        *("lowtide.train.sgconv", "lowtide.data.augment", "sklearn.datasets"),
+    ]
+)
 
 
 class RankFailed(AssertionError):
