@@ -112,7 +112,11 @@ def is_main_process() -> bool:
 
 def was_restarted() -> bool:
     """Whether torchrun started the ranks anew after one had failed (`--max-restarts`)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return _restarts() > 0
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def own_device(device: torch.device) -> torch.device:
@@ -159,8 +163,12 @@ def world_of_ranks(device: torch.device, timeout_s: float) -> Iterator[World]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
     with _losses_told():
-        distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        store, rank, size = next(distributed.rendezvous("env://", timeout=timeout))
+        # torchrun keeps one store through its restarts: without a prefix a rank would find the address of a dead one
+        store = distributed.PrefixStore(f"start {_restarts()}", store)
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         yield World(distributed.get_rank(), distributed.get_world_size(), int(os.environ["LOCAL_RANK"]))
     # not after an error: the others may be gone, and would be waited for
     distributed.destroy_process_group()
