@@ -16,17 +16,19 @@ from lowtide.convert.described import NotLean, describe_block, describe_stem, de
 from lowtide.convert.structure import BlockPlan, ChainPlan, StemPlan
 from lowtide.convert.swap import Swapped, has_kind, kind, state_of
 from lowtide.functional import dense_block, densely_connected, stem, transition
+from lowtide.nn.batch_norm import call_norm
 from lowtide.nn.densely_connected import first_hooked
 from lowtide.nn.describe import check_no_global_hooks, is_hooked, must_trace
 
 BLOCK, TRANSITION, FEATURES, CHAIN = "dense_block", "transition", "features", "densely_connected"
 
 
-def _runs_plain(module: nn.Module) -> bool:
+def runs_plain(module: nn.Module) -> bool:
+    """Whether a converted module runs its own forward now."""
     return state_of(module).level == "none" or must_trace()
 
 
-def _warn_plain(module: nn.Module, reason: NotLean) -> None:
+def warn_plain(module: nn.Module, reason: NotLean) -> None:
     """Say once per module that it runs the plain way."""
     state = state_of(module)
     if not state.warned:
@@ -54,13 +56,13 @@ class LeanBlock(Swapped):
 
 def describe_lean_block(block: nn.Module) -> tuple[parts.DenseLayer, ...] | None:
     """The layers of a converted block; None where it has to run its own forward."""
-    if _runs_plain(block):
+    if runs_plain(block):
         return None
     try:
         check_no_global_hooks()
         return describe_block(block, state_of(block).plan[BLOCK])
     except NotLean as reason:
-        _warn_plain(block, reason)
+        warn_plain(block, reason)
         return None
 
 
@@ -76,13 +78,13 @@ class LeanTransition(Swapped):
 
 def describe_lean_transition(module: nn.Module) -> parts.Transition | None:
     """A converted transition; None where it has to run its own forward."""
-    if _runs_plain(module):
+    if runs_plain(module):
         return None
     try:
         check_no_global_hooks()
         return describe_transition(module, state_of(module).plan[TRANSITION])
     except NotLean as reason:
-        _warn_plain(module, reason)
+        warn_plain(module, reason)
         return None
 
 
@@ -92,7 +94,7 @@ class LeanFeatures(Swapped):
 
     def forward(self, input: Tensor) -> Tensor:
         assert isinstance(self, nn.Sequential)
-        if _runs_plain(self):
+        if runs_plain(self):
             return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
         x, position = _run_stem(self, input)
         children = list(self)
@@ -101,7 +103,7 @@ class LeanFeatures(Swapped):
             joined = None
             if position + 1 < len(children):
                 joined = _run_joined(x, child, children[position + 1])
-            x, position = (child(x), position + 1) if joined is None else (joined, position + 2)
+            x, position = (call_norm(child, x), position + 1) if joined is None else (joined, position + 2)
         return x
 
 
@@ -138,13 +140,13 @@ class LeanChain(Swapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(self, nn.Module)
-        if _runs_plain(self) or len(args) != 1 or not isinstance(args[0], Tensor) or kwargs:
+        if runs_plain(self) or len(args) != 1 or not isinstance(args[0], Tensor) or kwargs:
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         plan: ChainPlan = state_of(self).plan[CHAIN]
         layers = [self.get_submodule(path) for path in plan.layers]
         hooked = first_hooked(layers)
         if hooked is not None:
-            _warn_plain(self, NotLean(f"{plan.layers[hooked]} has a hook or its own forward"))
+            warn_plain(self, NotLean(f"{plan.layers[hooked]} has a hook or its own forward"))
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if plan.returns_old:
             layers = [NewChannels(layer, new_first=plan.new_first) for layer in layers]
