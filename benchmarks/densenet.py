@@ -180,9 +180,9 @@ def run(*, quick: bool = False, only: str = "") -> list[Figure]:
     repeats = 3 if quick else 9
     figures: list[Figure] = []
     if only in ("", "bc100"):
-        figures += run_case("DenseNet-BC 100 k12, batch 64, 32x32", BC100, repeats=repeats, quick=quick)
+        figures += run_case("DenseNet-BC 100 k12, batch 64, 32x32", BC100, repeats=repeats)
     if only in ("", "densenet121"):
-        figures += run_case("densenet121, batch 16, 224x224", D121, repeats=max(3, repeats // 2), quick=quick)
+        figures += run_case("densenet121, batch 16, 224x224", D121, repeats=max(3, repeats // 2))
     if only in ("", "3d"):
-        figures += run_case("DenseNet121 3-D, batch 1, 96^3", D121_3D, repeats=repeats, quick=quick)
+        figures += run_case("DenseNet121 3-D, batch 1, 96^3", D121_3D, repeats=repeats)
     return figures

@@ -30,14 +30,15 @@ from lowtide.measure.timing import time_once
 HERE = Path(__file__).resolve().parent
 MIB = 2**20
 console = Console(width=150)
+include_slow = False  # set by the scripts that were asked to
 
 
 @dataclass(frozen=True)
 class Contender:
     """One way to run the same step. `needs`: a package without which it cannot run, which is said and recorded.
 
-    `slow`: takes minutes before its first step (a compiler), so `--quick` leaves it out, and says so. `skip`: why it is
-    not run at this size.
+    `slow`: takes minutes before its first step (a compiler), so it runs with `--slow` alone, and the tables say so.
+    `skip`: why it is not run at this size.
     """
 
     name: str
@@ -104,11 +105,12 @@ def build(contender: Contender) -> Callable[[], object]:
     return getattr(importlib.import_module(module), function)(**contender.kwargs)
 
 
-def why_not(contender: Contender, quick: bool) -> str:
+def why_not(contender: Contender) -> str:
     """Why a contender does not run here; "" if it does."""
     if contender.needs and importlib.util.find_spec(contender.needs) is None:
         return f"not installed (pip install {contender.needs.replace('_', '-')})"
-    return contender.skip or ("left out of a quick run" if contender.slow and quick else "")
+    left_out = contender.slow and not include_slow
+    return contender.skip or ("left out: compiles for minutes, --slow runs it" if left_out else "")
 
 
 def times(contenders: list[Contender], repeats: int, warmup: int = 2) -> dict[str, list[float]]:
@@ -183,11 +185,9 @@ def gpu_peaks(builder: str, kwargs: dict[str, Any], steps: int) -> None:
     print(json.dumps(found))
 
 
-def run_case(
-    case: str, contenders: list[Contender], *, repeats: int, steps: int = 5, quick: bool = False
-) -> list[Figure]:
+def run_case(case: str, contenders: list[Contender], *, repeats: int, steps: int = 5) -> list[Figure]:
     """Measure, print and return one figure per contender, also for those that cannot run here."""
-    notes = {c.name: why_not(c, quick) for c in contenders}
+    notes = {c.name: why_not(c) for c in contenders}
     present = [c for c in contenders if not notes[c.name]]
     seconds = times(present, repeats)
     figures = []

@@ -67,9 +67,7 @@ def run(*, quick: bool = False, only: str = "") -> list[Figure]:
         small = B * H * L < 2**24
         title = f"{'long_conv' if builder == 'convolution' else 'two-sided layer'} ({B}, {H}, {L})"
         repeats = 1 if quick else (9 if small else 3)
-        found = run_case(
-            title, contenders(builder, shape, levels), repeats=repeats, steps=5 if small else 2, quick=quick
-        )
+        found = run_case(title, contenders(builder, shape, levels), repeats=repeats, steps=5 if small else 2)
         unit = B * H * L * 4
         peaks = ", ".join(f"{f.contender} {f.peak_bytes / unit:.2f}" for f in found if not f.note)
         console.print(f"peak in units of the input ({unit / MIB:.0f} MiB): {peaks}\n")

@@ -41,8 +41,12 @@ def test_bytes_of_a_known_step() -> None:
 
 def test_what_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(harness, "peaks", no_peaks)
-    present, *others = run_case("squares", CONTENDERS, repeats=1, quick=True)
-    notes = ["not installed (pip install no-such-package)", "left out of a quick run", "not run at this size"]
+    present, *others = run_case("squares", CONTENDERS, repeats=1)
+    notes = [
+        "not installed (pip install no-such-package)",
+        "left out: compiles for minutes, --slow runs it",
+        "not run at this size",
+    ]
     assert present.note == ""
     assert [f.note for f in others] == notes
     assert all(math.isnan(f.seconds) and f.peak_bytes == 0 for f in others)
