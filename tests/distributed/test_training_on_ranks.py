@@ -14,8 +14,10 @@ from lowtide.data import batches
 from lowtide.distributed.world import World
 from lowtide.train import loop
 from lowtide.train.checkpoint import load_checkpoint
-from lowtide.train.densenet import DenseNetOptions, train_densenet
+from lowtide.train.densenet import DenseNetOptions, load_data, load_trained, train_densenet
+from lowtide.train.evaluate import evaluate
 from lowtide.train.interrupt import Interrupted
+from lowtide.train.objective import classification
 from lowtide.train.report import Reporter, StepView
 from lowtide.train.run import Run
 from lowtide.train.sgconv import SGConvOptions, train_sgconv
@@ -88,6 +90,12 @@ def test_a_run_on_ranks_is_that_of_one_process(tmp_path: Path, world_size: int, 
         kept = [{k: v for k, v in result.items() if k not in ("seconds", "peak_memory_bytes")} for result in results]
         assert all(result == kept[0] for result in kept)
         assert kept[0]["n_test"] == 23
+    # own statistics differ from rank to rank: the test takes those that the checkpoint has, and sums as one process
+    for name, result in zip(("own", "all"), found[0], strict=False):
+        trained = load_trained(tmp_path / name, device="cpu")
+        data = load_data(trained.options, trained.preprocessing)
+        tested = evaluate(trained.model, data.test, classification, 7, "float64")
+        assert (tested.loss, tested.error_percent) == (result["test_loss"], result["test_error_percent"])
 
 
 class StopAfter(Reporter):
