@@ -11,7 +11,7 @@ from launch import launch
 from sharded_cases import LEVELS, NETWORKS, batch, build, resume, train_by_parts, train_sharded
 from torch import Tensor, nn
 from torch.distributed import checkpoint
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lowtide.distributed import load_sharded, save_sharded, shard
 from lowtide.errors import ArgumentError, CheckpointError
@@ -85,8 +85,17 @@ def by_hand(*kinds):
     return divide
 
 
+def summed(model):
+    """The planted fault: gradients of the ranks are added, not averaged."""
+    shard(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
 def other_ways(rank, world_size):
     name = NETWORKS[0]
+    wrong = train_sharded(name, "layer", rank, world_size, summed)
     by_blocks = train_sharded(name, "block", rank, world_size, by_hand(DenseBlock, Transition))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -103,13 +112,14 @@ def other_ways(rank, world_size):
         half[level] = y.detach()
     with pytest.raises(ArgumentError, match="units="):
         shard(nn.Linear(2, 2))
-    return by_blocks, by_layers, [str(w.message) for w in caught], half
+    return by_blocks, by_layers, [str(w.message) for w in caught], half, wrong
 
 
 def test_sharding_by_hand_and_in_bfloat16():
     expected = train_by_parts(NETWORKS[0], 2)
     exact = build(NETWORKS[3])(batch(NETWORKS[3], 0)[0])
-    for rank, (by_blocks, by_layers, said, half) in enumerate(launch(other_ways, 2)):
+    for rank, (by_blocks, by_layers, said, half, wrong) in enumerate(launch(other_ways, 2)):
+        assert differences(wrong, expected[rank])
         assert differences(by_blocks, expected[rank]) == []
         assert differences(by_layers, expected[rank]) == []
         plain_way = [words for words in said if "runs in ordinary autograd" in words]
