@@ -144,7 +144,7 @@ def main() -> None:
     print("ranks  allocated peak      x P / single  process high-water  x P / single  differs by")
     whole: dict[str, Tensor] = {}
     single: dict[str, int] = {}
-    for ranks in args.ranks:
+    for ranks in sorted({1, *args.ranks}):
         line = f"{ranks:5d}"
         for part in ("allocated", "high-water"):
             answers = launch(args, part, ranks)
