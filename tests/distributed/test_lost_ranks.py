@@ -1,6 +1,6 @@
 """kill -9 of a rank: no hang, nothing left running, and the run goes on bit for bit, by hand or by torchrun's restart.
 
-LOWTIDE_LOST_RANKS=10 kills at ten random moments instead of three.
+LOWTIDE_LOST_RANKS=10 kills at ten random moments instead of two.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchrun import Torchrun
 
 from train.small_runs import assert_same_run, log_rows
 
-KILLS = int(os.environ.get("LOWTIDE_LOST_RANKS", "3"))
+KILLS = int(os.environ.get("LOWTIDE_LOST_RANKS", "2"))
 TRAIN = [
     "train", "densenet", "--depth", "10", "--growth-rate", "3", "--epochs", "6", "--limit-train", "120",
     "--limit-test", "40", "--batch-size", "16", "--accumulate", "2", "--drop-rate", "0.1", "--log-every", "1",
