@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 import lowtide
 from lowtide.errors import ArgumentError, ConversionError
 from lowtide.models import densenet_bc
+from lowtide.nn.batch_norm import SyncBatchNorm
 
 
 def small() -> nn.Module:
@@ -146,6 +147,8 @@ def test_norms_without_lean_form_are_named() -> None:
     assert [name for name, _ in report.skipped] == ["1", "3"]
     assert "LocalResponseNorm is no norm with a lean form" in report.skipped[0].reason
     assert "SyncBatchNorm is no norm with a lean form (batch norm of one process" in report.skipped[1].reason
+    report = lowtide.convert(nn.Sequential(SyncBatchNorm(4)), scope="all", strict=False)
+    assert [name for name, _ in report.skipped] == ["0"]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")

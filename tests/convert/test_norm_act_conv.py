@@ -114,6 +114,23 @@ def test_values_and_gradients(
     assert max(relative_errors(*results)) < 1e-12
 
 
+def with_one_slope(dtype: torch.dtype = torch.float64) -> Case:
+    """prelu with one slope for all channels, as `nn.PReLU()` has it."""
+    case = make("batch", "prelu", "conv", 2, dtype)
+    slope = torch.tensor([-0.3], dtype=dtype, requires_grad=True)
+    case.parameters[2], case.act = slope, Activation("prelu", weight=slope)
+    return case
+
+
+def test_prelu_with_one_slope() -> None:
+    expected = run(plain.norm_act_conv, with_one_slope())
+    assert max(relative_errors(run(lean.norm_act_conv, with_one_slope()), expected)) < 1e-12
+    ours, theirs = (run(f.norm_act_conv, with_one_slope(torch.float32)) for f in (lean, plain))
+    for mine, other, true in zip(ours, theirs, expected, strict=True):
+        error, allowed = (mine.double() - true).norm(), 2 * (other.double() - true).norm()
+        assert error <= allowed + 4 * torch.finfo(torch.float32).eps * true.double().norm()
+
+
 def test_the_comparison_would_see_a_wrong_answer() -> None:
     expected = run(plain.norm_act_conv, make("batch", "silu", "conv", 2))
     for factor in (0.0, -1.0, 1.01):

@@ -122,7 +122,10 @@ def test_a_network_of_one_s_own_against_its_converted_form(own: str, capsys: pyt
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["OWN:nothing", "--convert"], "expected something to convert, got a Linear without dense blocks, norms"),
+        (
+            ["OWN:nothing", "--convert"],
+            "expected something to convert, got a Linear without dense blocks, long convolutions",
+        ),
         (["OWN:function", "--convert"], "expected a torch.nn.Module, got builtin_function"),
         (["OWN:net", "OWN:net", "--convert"], "one model with --convert, got two"),
         (["OWN:net"], "or --convert to verify one against its converted form"),

@@ -20,6 +20,7 @@ from lowtide.convert.structure import (
     leaves,
     norm_has_activation,
 )
+from lowtide.nn.batch_norm import as_parts
 from lowtide.nn.describe import NotLean, check_relu, check_unhooked, describe_convolution, describe_norm
 
 SUPPORTED = "lean blocks take batch norm, ReLU, square convolutions without groups, and dropout"
@@ -63,17 +64,7 @@ def _norm_and_relu(owner: nn.Module, step: Step, path: str) -> parts.BatchNorm:
             raise NotLean(f"{name}.{child_name} is a {type(child).__name__}, not an identity")
     check_unhooked(module, name)
     assert isinstance(module, nn.modules.batchnorm._BatchNorm)
-    tracked = module.track_running_stats
-    return parts.BatchNorm(
-        module.weight,
-        module.bias,
-        module.running_mean if tracked else None,
-        module.running_var if tracked else None,
-        module.num_batches_tracked if tracked else None,
-        module.eps,
-        module.momentum,
-        module.training,
-    )
+    return as_parts(module)
 
 
 def _dropout(layer: nn.Module, plan: LayerPlan) -> tuple[float, bool]:

@@ -14,6 +14,7 @@ from lowtide.convert import dense
 from lowtide.convert.described import SUPPORTED, NotLean, describe_block, describe_stem, describe_transition
 from lowtide.convert.obstacles import Obstacles
 from lowtide.convert.probe import ProbeError, compare, probe_copy, sample_map, undisturbed
+from lowtide.convert.public_sgconv import SGCONV, find_sgconv, looks_like_sgconv
 from lowtide.convert.report import Skipped
 from lowtide.convert.structure import (
     BlockPlan,
@@ -29,7 +30,7 @@ from lowtide.convert.structure import (
 )
 from lowtide.convert.swap import swap
 from lowtide.levels import Level
-from lowtide.nn import DenseBlock, DenselyConnected, Transition
+from lowtide.nn import DenseBlock, DenselyConnected, SGConv, Transition
 
 _STEM_SIZES = {1: (19,), 2: (17, 19), 3: (13, 11, 12)}
 
@@ -74,8 +75,12 @@ class Finder:
         for path, module in self.model.named_modules():
             if any(path.startswith(f"{root}." if root else "") for root in done if root != path):
                 continue
-            if isinstance(module, DenseBlock | DenselyConnected | Transition):
+            if isinstance(module, DenseBlock | DenselyConnected | Transition | SGConv):
                 self.skipped.append(Skipped(path, "it is lean already: set_recompute changes its level"))
+                done.append(path)
+                continue
+            if looks_like_sgconv(module):
+                self._sgconv(path, module)
                 done.append(path)
                 continue
             plan = find_block(module)
@@ -113,6 +118,21 @@ class Finder:
                 reason = f'{reason}; scope="all" converts it layer by layer'
             self.skipped.append(Skipped(path, reason or "unknown"))
         return False
+
+    def _sgconv(self, path: str, module: nn.Module) -> None:
+        reason = self._obstacles.of(module, path)
+        if reason is None:
+            try:
+                with undisturbed(module):
+                    plan = find_sgconv(module, self.level)
+            except (ProbeError, NotLean) as error:
+                reason = str(error)
+            else:
+                kernel = plan.form.kernel
+                label = f"long convolution, {kernel.n_scales} scales ({kernel.combine}), {kernel.taps} taps"
+                self.actions.append(Action(path, SGCONV, plan, label))
+                return
+        self.skipped.append(Skipped(path, reason))
 
     def _transition(self, path: str, module: nn.Module) -> bool:
         plan = find_transition(module)

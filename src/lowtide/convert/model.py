@@ -11,6 +11,7 @@ from torch import nn
 from lowtide.convert import dense as dense
 from lowtide.convert.find import Action, Finder
 from lowtide.convert.mending import Mending, has_backward_hook
+from lowtide.convert.public_sgconv import SGCONV
 from lowtide.convert.remake import Remaking, is_remaking
 from lowtide.convert.report import ConversionReport
 from lowtide.convert.swap import Swapped, has_kind, is_swapped, kind, state_of, swap, swapped_modules, unswap
@@ -118,7 +119,9 @@ def _nothing(model: nn.Module, finder: Finder, scope: Scope) -> str:
     got = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in finder.skipped)
     fix = 'scope="all" keeps one map per norm and activation in any network' if scope == "blocks" else "nothing is lost"
     if not got:
-        wanted = "dense blocks" if scope == "blocks" else "dense blocks, norms and activations"
+        wanted = "dense blocks or long convolutions"
+        if scope == "all":
+            wanted = "dense blocks, long convolutions, norms or activations"
         got = f"a {type(model).__name__} without {wanted}"
     return describe(expected="something to convert", got=got, where="convert", fix=fix)
 
@@ -139,8 +142,8 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def _runs_alone(module: nn.Module) -> bool:
-    """A converted block or transition is one node, with nothing to remake inside."""
-    return any(has_kind(module, name) for name in (dense.BLOCK, dense.TRANSITION, dense.CHAIN))
+    """A converted block, transition or long convolution is one node, with nothing to remake inside."""
+    return any(has_kind(module, name) for name in (dense.BLOCK, dense.TRANSITION, dense.CHAIN, SGCONV))
 
 
 def restore(model: nn.Module) -> None:
