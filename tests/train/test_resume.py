@@ -129,12 +129,12 @@ class StopAfter(Reporter):
 def test_ctrl_c_saves_and_the_run_goes_on(uninterrupted: tuple[Path, float], tmp_path: Path, step: int) -> None:
     """In the middle of an epoch (1, 4), at an epoch's last step (9, 18) and at the last of all (27)."""
     folder = tmp_path / "run"
-    threads = torch.get_num_threads()
+    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
     torch.set_num_threads(1)
     try:
         with pytest.raises(Interrupted, match=rf"stopped after step {step}, epoch \d; the state is in .*last\.pt"):
             small_run(folder, reporter=StopAfter(step))
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is handler
         small_run(folder)
     finally:
         torch.set_num_threads(threads)
