@@ -179,7 +179,7 @@ def test_command_in_fresh_processes(factory: str, capsys: pytest.CaptureFixture[
         (["absent.py:tanh", "--input", "8"], "expected an existing file, got absent.py"),
         (["tanh", "--input", "8"], "target: expected module:name or file.py:name, got 'tanh'"),
         (["torchvision:resnet0", "--input", "8"], "expected a model of torchvision.models.list_models()"),
-        (["lowtide:resnet18", "--input", "8"], "densenet_bc-DEPTH-GROWTH, got 'resnet18'"),
+        (["lowtide:resnet18", "--input", "8"], "(lowtide verify --list names them), got 'resnet18'"),
         (["{}:tanh", "--input", "8", "--repeats", "0"], "expected repeats to be an integer >= 1, got 0"),
         (["{}:tanh", "--input", "8", "--device", "gpu"], "expected a device such as 'cpu' or 'cuda:0', got 'gpu'"),
         (["{}:tanh", "--input", "8", "--html", "absent/page.html"], "--html: expected an existing folder, got absent"),
