@@ -15,7 +15,7 @@ from lowtide.data.sequences import SequenceFormat
 from lowtide.errors import ArgumentError, describe
 from lowtide.train import densenet, sgconv
 from lowtide.train.evaluate import evaluate as evaluate_model
-from lowtide.train.objective import classification
+from lowtide.train.objective import classification, say_loss
 from lowtide.train.options import Precision
 from lowtide.train.trained import checkpoint_kind
 
@@ -38,7 +38,8 @@ def evaluate(
         checkpoint: A run's folder or a checkpoint file.
         part: Which part; the split is that of the training run.
         best: Of a run's folder, take the weights with the least validation error instead of the last ones.
-        data: Another data set with the same classes (digits, fashion-mnist, ..., folder:PATH, npz:PATH).
+        data: Another data set with the same classes (digits, fashion-mnist, ..., folder:PATH, npz:PATH,
+            text:PATH).
         data_dir: Folder of the data set's files.
         limit: Use the first so many test samples.
         batch_size: Samples per batch.
@@ -57,7 +58,8 @@ def evaluate(
     if json:
         print(json_format.dumps({"part": part, **result._asdict()}))
     else:
-        print(f"{part} error {result.error_percent:.2f} % (loss {result.loss:.4f}) on {result.n_targets} {unit}")
+        loss = say_loss(result.loss, unit)
+        print(f"{part} error {result.error_percent:.2f} % ({loss}) on {result.n_targets} {unit}")
 
 
 Part = Literal["test", "validation", "train"]
@@ -94,15 +96,16 @@ def _rows(
     own, other = trained.format, found.format
     # a file of one's own may lack the last class or token
     more = len(found.classes) > len(trained.classes) or (other.vocabulary or 0) > (own.vocabulary or 0)
-    if more or own.d_input != other.d_input or (own.vocabulary is None) != (other.vocabulary is None):
+    kinds = [(form.d_input, form.vocabulary is None, form.per_position) for form in (own, other)]
+    if more or kinds[0] != kinds[1]:
 
         def say(form: SequenceFormat, classes: tuple[str, ...]) -> str:
             what = f"{form.vocabulary} tokens" if form.vocabulary else f"{form.d_input} numbers per position"
-            return f"{what} and {len(classes)} classes"
+            return f"{what} and {len(classes)} classes{' for each position' if form.per_position else ''}"
 
         expected, got = say(own, trained.classes), say(other, found.classes)
         raise ArgumentError(describe(expected=expected, got=got, where=f"--data {options.data}"))
-    return trained.model, getattr(found, part), options.precision, "rows"
+    return trained.model, getattr(found, part), options.precision, "bytes" if own.per_position else "rows"
 
 
 def _check_same_task(

@@ -18,6 +18,7 @@ from lowtide.measure.units import format_bytes
 from lowtide.train.densenet import KIND, DenseNetOptions, run_name, train_densenet
 from lowtide.train.interrupt import Interrupted
 from lowtide.train.loop import Summary
+from lowtide.train.objective import say_loss
 from lowtide.train.options import check_unchanged
 from lowtide.train.report import Reporter, TerminalReporter
 from lowtide.train.run import Run
@@ -64,7 +65,8 @@ def train_and_tell(
 ) -> None:
     """Train by `start(run, resume=, overwrite=, reporter=)`, unless the run has ended, and print the result."""
     finished = run.summary() if resume else None
-    reporter = Reporter() if as_json or not is_main_process() else TerminalReporter()
+    shown = TerminalReporter("bytes" if samples == "bytes" else "samples")
+    reporter = Reporter() if as_json or not is_main_process() else shown
     try:
         if finished:
             summary = Summary(**finished)
@@ -83,8 +85,9 @@ def _options(flags: DenseNetFlags) -> DenseNetOptions:
 def _text(summary: Summary, samples: str) -> str:
     best = summary.best_validation_error_percent
     lines = [
-        f"test error {summary.test_error_percent:.2f} % (loss {summary.test_loss:.4f}) on {summary.n_test} {samples}",
-        f"train error {summary.train_error_percent:.2f} % (loss {summary.train_loss:.4f}) in the last epoch",
+        f"test error {summary.test_error_percent:.2f} % ({say_loss(summary.test_loss, samples)}) on {summary.n_test} "
+        f"{samples}",
+        f"train error {summary.train_error_percent:.2f} % ({say_loss(summary.train_loss, samples)}) in the last epoch",
         "best validation error " + ("none was held out" if best is None else f"{best:.2f} %"),
         f"{summary.steps} steps in {summary.seconds:.0f} s, peak memory {format_bytes(summary.peak_memory_bytes)}",
         f"weights: {summary.checkpoint}",

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from lowtide.cli.parsing import parse
 from lowtide.cli.train import goes_on, train_and_tell
+from lowtide.data.text import TEXT
 from lowtide.errors import ArgumentError, describe
 from lowtide.train.options import check_unchanged
-from lowtide.train.presets import OWN_DATA, PRESETS, Preset
+from lowtide.train.presets import OWN_DATA, PRESETS, TEXT_PRESET, Preset
 from lowtide.train.run import Run
 from lowtide.train.sgconv import KIND, SGConvOptions, run_name, train_sgconv
 
@@ -23,7 +24,8 @@ class SGConvFlags(SGConvOptions):
     __doc__ = SGConvOptions.__doc__
 
     preset: Preset | None = None
-    """Start from a row of the Long Range Arena table; other flags override it."""
+    """Start from a row of the Long Range Arena table, or from a text model; other flags override it (default: text for
+    --data text:PATH)."""
     out: Path | None = None
     """Folder of the run (default: runs/ and a name made of the options)."""
     resume: bool = False
@@ -37,14 +39,18 @@ class SGConvFlags(SGConvOptions):
 def sgconv(prog: str, args: Sequence[str]) -> None:
     """Train. Flags override a preset, and must not differ from the options of a run that is resumed."""
     flags = parse(prog, SGConvFlags, args, flag_pairs=True)
-    if flags.preset:
+    base = flags.preset or (TEXT_PRESET if flags.data.startswith(TEXT) else None)
+    if base:
         # parsed again with the preset as defaults: what differs from it then was given on the command line
-        flags = parse(prog, SGConvFlags, args, default=_flags(PRESETS[flags.preset]), flag_pairs=True)
+        flags = parse(prog, SGConvFlags, args, default=_flags(PRESETS[base]), flag_pairs=True)
     run = Run(flags.out or Path("runs") / run_name(flags))
     resume = goes_on(flags.resume, run)
     if flags.data == OWN_DATA and not resume:
         got, fix = "none; its data are not built in", "see lowtide.data.npz"
-        raise ArgumentError(describe(expected="--data npz:PATH", got=got, where=f"--preset {flags.preset}", fix=fix))
+        expected = "--data npz:PATH"
+        if PRESETS[flags.preset or TEXT_PRESET].pool == "none":
+            expected, fix = f"--data {TEXT}PATH", "name any file"
+        raise ArgumentError(describe(expected=expected, got=got, where=f"--preset {flags.preset}", fix=fix))
     options = _options(flags)
     if resume:
         saved = SGConvOptions.from_json(run.options(KIND), str(run.folder))
@@ -54,7 +60,8 @@ def sgconv(prog: str, args: Sequence[str]) -> None:
             options = dataclasses.replace(options, epochs=saved.epochs)
         check_unchanged(saved, options, str(run.folder))
     start = functools.partial(train_sgconv, options)
-    train_and_tell(prog, run, start, resume, flags.overwrite, flags.json, "rows")
+    samples = "bytes" if options.data.startswith(TEXT) else "rows"
+    train_and_tell(prog, run, start, resume, flags.overwrite, flags.json, samples)
 
 
 def _flags(options: SGConvOptions) -> SGConvFlags:

@@ -14,6 +14,7 @@ from lowtide.data.listops_cache import load_listops
 from lowtide.data.npz import read_npz
 from lowtide.data.seeds import derive_seed
 from lowtide.data.sequences import PixelRows, SequenceBatches, SequenceData, SequenceFormat, SequenceSource
+from lowtide.data.text import TEXT, load_text
 from lowtide.errors import ArgumentError, DataError, describe
 
 NPZ = "npz:"
@@ -33,19 +34,22 @@ def load_sequences(
     limit_test: int | None = None,
     side: int | None = None,
     listops: ListOpsRules | None = None,
+    text_length: int = 512,
     seed: int = 0,
     statistics: tuple[float, float] | None = None,
 ) -> SequenceData:
     """Read a data set and split it.
 
     Args:
-        name: digits, fashion-mnist or cifar10 (grey pixels, row by row), listops, or npz:PATH.
+        name: digits, fashion-mnist or cifar10 (grey pixels, row by row), listops, npz:PATH, or text:PATH (bytes).
         root: folder of the files; None looks in ./data.
         download: fetch missing pictures through torchvision, where it can.
-        validation: fraction of the training rows that is held out, drawn by `seed`. ListOps has validation trees.
+        validation: fraction of the training rows that is held out, drawn by `seed`. ListOps has validation trees; a
+            text's validation part is a piece of the file.
         limit_train, limit_test: use that many training rows (the first test rows) only.
         side: of the pictures, reduced by averaging: side^2 positions. None: their own (8, 28, 32).
         listops: which trees; None: the published limits and counts.
+        text_length: bytes in a row of a text.
         seed: fixes the split.
         statistics: mean and deviation of the pixels, those that a trained network is used to; None takes them from the
             training part.
@@ -77,7 +81,11 @@ def load_sequences(
         return _data(name, classes, form, (train, rows), (held, torch.arange(rules.n_validation)), test, limit_test)
     if name.startswith(NPZ):
         return _npz(name, validation, limit_train, limit_test, seed)
-    expected = f"one of {', '.join((*OWN_SIDE, LISTOPS, NPZ + 'PATH'))}"
+    if name.startswith(TEXT):
+        return load_text(
+            name, length=text_length, validation=validation, limit_train=limit_train, limit_test=limit_test, seed=seed
+        )
+    expected = f"one of {', '.join((*OWN_SIDE, LISTOPS, NPZ + 'PATH', TEXT + 'PATH'))}"
     raise ArgumentError(describe(expected=expected, got=repr(name), where="--data"))
 
 

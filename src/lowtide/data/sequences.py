@@ -100,7 +100,8 @@ class SequenceFormat:
     """What a row is to the network; stored in checkpoints.
 
     d_input: features per position (1 for tokens). vocabulary: number of tokens, None for numbers. length: of the
-    longest row. mean, std: that pixels are normalised by, of the training part.
+    longest row. mean, std: that pixels are normalised by, of the training part. per_position: the target is a class for
+    every position (the next token), not one for the row.
     """
 
     d_input: int
@@ -108,6 +109,7 @@ class SequenceFormat:
     length: int
     mean: float = 0.0
     std: float = 1.0
+    per_position: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,6 @@ class SequenceData:
     name: str
     classes: tuple[str, ...]
     format: SequenceFormat
-    train: SequenceBatches
-    validation: SequenceBatches | None
-    test: SequenceBatches
+    train: BatchDataset
+    validation: BatchDataset | None
+    test: BatchDataset

@@ -10,9 +10,11 @@ from typing import IO
 
 from lowtide.errors import ArgumentError, CheckpointError, describe
 
+RESUME = "free some space, then continue with --resume"
+
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path, fix: str = RESUME) -> Iterator[IO[bytes]]:
     """A file to write to; when the block ends without an error it takes the name `path`, at once and for good.
 
     It is written beside `path`, flushed to the disk, renamed over `path`, and the folder's entry is flushed too, so a
@@ -22,7 +24,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         CheckpointError: the disk is full, or not writable; what was at `path` before is still there.
     """
     temporary = path.with_name(f"{path.name}.partial")
-    with writing(path):
+    with writing(path, fix):
         try:
             with temporary.open("wb") as file:
                 yield file
@@ -36,7 +38,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, fix: str = RESUME) -> Iterator[None]:
     """Turn an `OSError` of the block into a `CheckpointError` that names the file and what to do."""
     try:
         yield
@@ -47,7 +49,7 @@ def writing(path: Path) -> Iterator[None]:
                 expected="to write the file",
                 got=f"{error.strerror or error}{kept}",
                 where=str(path),
-                fix="free some space, then continue with --resume",
+                fix=fix,
             )
         ) from None
 

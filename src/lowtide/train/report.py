@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from lowtide.measure.units import format_bytes
 from lowtide.train.log import Row
+from lowtide.train.objective import say_loss
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class NoteReporter(Reporter):
 class TerminalReporter(Reporter):
     """A bar for the epoch in hand and a line per epoch, on stderr, so that stdout holds results alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: str = "samples") -> None:
+        """`samples`: what is counted; of "bytes" the loss is told in bits."""
+        self._samples = samples
         self._console = Console(stderr=True, highlight=False)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -82,7 +85,8 @@ class TerminalReporter(Reporter):
             self._task,
             description=f"epoch {view.epoch + 1}/{self._epochs}",
             completed=view.step_in_epoch,
-            view=f"loss {view.loss:.3f}  error {view.error_percent:.1f} %  {view.samples_per_second:.0f} samples/s  "
+            view=f"{say_loss(view.loss, self._samples)}  error {view.error_percent:.1f} %  "
+            f"{view.samples_per_second:.0f} {self._samples}/s  "
             f"memory {format_bytes(view.memory_bytes)}, peak {format_bytes(view.peak_memory_bytes)}",
         )
 
@@ -92,12 +96,17 @@ class TerminalReporter(Reporter):
         parts = [
             f"epoch {row['epoch'] + 1}/{self._epochs}",
             f"lr {row['lr']:g}",
-            f"train loss {row['train_loss']:.4f} error {row['train_error_percent']:.2f} %",
+            self._say("train", row["train_loss"], row["train_error_percent"]),
         ]
         if row["validation_error_percent"] is not None:
-            parts.append(f"validation loss {row['validation_loss']:.4f} error {row['validation_error_percent']:.2f} %")
-        parts += [f"{row['samples_per_second']:.0f} samples/s", f"peak memory {format_bytes(row['peak_memory_bytes'])}"]
+            parts.append(self._say("validation", row["validation_loss"], row["validation_error_percent"]))
+        parts.append(f"{row['samples_per_second']:.0f} {self._samples}/s")
+        parts.append(f"peak memory {format_bytes(row['peak_memory_bytes'])}")
         self._console.print("  ".join(parts), soft_wrap=True)
+
+    def _say(self, part: str, loss: float | str | None, error_percent: float | str | None) -> str:
+        assert isinstance(loss, float)
+        return f"{part} {say_loss(loss, self._samples)} error {error_percent:.2f} %"
 
     def note(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)

@@ -19,6 +19,7 @@ from lowtide.data.listops import ListOpsRules
 from lowtide.data.load_sequences import LISTOPS, NPZ, load_sequences
 from lowtide.data.seeds import derive_seed
 from lowtide.data.sequences import SequenceData, SequenceFormat
+from lowtide.data.text import TEXT
 from lowtide.distributed.world import World, world_of_ranks
 from lowtide.levels import Level, check_level
 from lowtide.models.sequence import SequenceModel
@@ -37,6 +38,7 @@ KIND = "train sgconv"
 # of the Long Range Arena recipes where there is one
 EPOCHS = {"digits": 30, "fashion-mnist": 20, "cifar10": 200, LISTOPS: 40}
 NPZ_EPOCHS = 20
+TEXT_EPOCHS = 10
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,14 @@ class SGConvOptions(TrainOptions):
     """
 
     data: str = "digits"
-    """digits, fashion-mnist or cifar10 (grey pixels row by row), listops, or npz:PATH (x, y, perhaps lengths)."""
+    """digits, fashion-mnist or cifar10 (grey pixels row by row), listops, npz:PATH (x, y, perhaps lengths), or
+    text:PATH (any file: each byte is predicted from those before it)."""
     data_dir: str | None = None
     """Folder of the data set's files (default: ./data, and Debian's package for fashion-mnist)."""
     download: bool = False
     """Fetch missing files."""
     validation: float = 0.1
-    """Fraction of the training rows held out for validation (listops has validation trees)."""
+    """Fraction of the training rows, or of the text, held out for validation (listops has validation trees)."""
     limit_train: int | None = None
     """Train on so many rows only."""
     limit_test: int | None = None
@@ -67,8 +70,11 @@ class SGConvOptions(TrainOptions):
     """Training, validation and test trees."""
     listops_seed: int = 0
     """Decides the trees."""
+    text_length: int = 512
+    """Bytes in a row of a text."""
     epochs: int | None = None
-    """Passes over the training data (default: digits 30, fashion-mnist 20, cifar10 200, listops 40, npz 20)."""
+    """Passes over the training data (default: digits 30, fashion-mnist 20, cifar10 200, listops 40, npz 20,
+    text 10)."""
     lr: float = 0.01
     """Highest learning rate, of all but the kernels."""
     kernel_lr: float = 0.001
@@ -104,7 +110,7 @@ class SGConvOptions(TrainOptions):
     decay_max: float = 2.0
     """Multiplier (or power) of the last feature."""
     bidirectional: bool = True
-    """Kernels look into the future too."""
+    """Kernels look into the future too; not for a text."""
     glu: bool = True
     """Gate the output map of each layer."""
     prenorm: bool = True
@@ -115,8 +121,8 @@ class SGConvOptions(TrainOptions):
     """Dropout in each layer."""
     tie_dropout: bool = False
     """One dropout mask for all positions."""
-    pool: Literal["mean", "last"] = "mean"
-    """Mean of all positions, or the last one."""
+    pool: Literal["mean", "last", "none"] = "mean"
+    """Mean of all positions, the last one, or, for a text, none: an output per position."""
     recompute: Level = "pointwise"
     """Memory level: none (plain), pointwise, layer, block. Same numbers, less memory."""
 
@@ -125,15 +131,21 @@ class SGConvOptions(TrainOptions):
     def check(self) -> None:
         super().check()
         check_level(self.recompute, "--recompute")
-        data = f"one of {', '.join(EPOCHS)}, {NPZ}PATH"
-        require(self.data in EPOCHS or self.data.startswith(NPZ), "--data", data, repr(self.data))
+        data = f"one of {', '.join(EPOCHS)}, {NPZ}PATH, {TEXT}PATH"
+        require(self.data in EPOCHS or self.data.startswith((NPZ, TEXT)), "--data", data, repr(self.data))
         require(self.kernel_lr > 0, "--kernel-lr", "a positive number", self.kernel_lr)
         require(0 <= self.warmup < 1, "--warmup", "a fraction in [0, 1)", self.warmup)
         require(0 <= self.dropout < 1, "--dropout", "a number in [0, 1)", self.dropout)
         require(self.l_max is None or self.l_max >= 1, "--l-max", "at least 1", self.l_max)
-        for name, known in (("pool", ("mean", "last")), ("norm", ("batch", "layer")), ("decay", get_args(Decay))):
+        pools = ("mean", "last", "none")
+        for name, known in (("pool", pools), ("norm", ("batch", "layer")), ("decay", get_args(Decay))):
             value = getattr(self, name)
             require(value in known, f"--{name}", f"one of {', '.join(known)}", repr(value))
+        is_text = self.data.startswith(TEXT)
+        outputs = "none for a text (an output per position), mean or last for rows"
+        require((self.pool == "none") == is_text, "--pool", outputs, f"{self.pool} for {self.data}")
+        causal = "--no-bidirectional for a text: a byte is predicted from those before it"
+        require(not (is_text and self.bidirectional), "--data", causal, "--bidirectional")
 
     def rules(self) -> ListOpsRules:
         """Which ListOps trees."""
@@ -141,12 +153,12 @@ class SGConvOptions(TrainOptions):
 
 
 def default_epochs(data: str) -> int:
-    return EPOCHS.get(data, NPZ_EPOCHS)
+    return EPOCHS.get(data, TEXT_EPOCHS if data.startswith(TEXT) else NPZ_EPOCHS)
 
 
 def run_name(options: SGConvOptions) -> str:
     """The folder in ./runs that a run takes when none is named."""
-    data = Path(options.data.removeprefix(NPZ)).stem
+    data = Path(options.data.removeprefix(NPZ).removeprefix(TEXT)).stem
     return f"sgconv-{data}-{options.n_layers}x{options.d_model}-seed{options.seed}"
 
 
@@ -161,6 +173,7 @@ def load_data(options: SGConvOptions, form: SequenceFormat | None = None) -> Seq
         limit_test=options.limit_test,
         side=options.image_side,
         listops=options.rules(),
+        text_length=options.text_length,
         seed=options.seed,
         statistics=(form.mean, form.std) if form else None,
     )
@@ -184,7 +197,7 @@ def build_model(options: SGConvOptions, n_classes: int, form: SequenceFormat) ->
             norm=options.norm,
             dropout=options.dropout,
             tie_dropout=options.tie_dropout,
-            pool=options.pool,
+            pool=None if options.pool == "none" else options.pool,
             embedding=form.vocabulary,
             recompute=options.recompute,
             kernel_dim=options.kernel_dim,
