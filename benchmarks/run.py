@@ -1,6 +1,6 @@
 """One command for every figure that lowtide quotes.
 
-    python benchmarks/run.py [densenet|sgconv|stream|growth|all] [--quick] [--slow] [--only CASE]
+    python benchmarks/run.py [densenet|sgconv|stream|convert|growth|all] [--quick] [--slow] [--only CASE]
 
 Prints ratios from one interleaved run, writes results/SECTION-HARDWARE-DATE.csv, one row per figure, and puts the
 newest figures of every case into README.md (benchmarks/table.py). `--quick` writes nothing.
@@ -20,7 +20,7 @@ import harness  # noqa: E402
 import table  # noqa: E402
 from machine import file_name, machine, write_csv  # noqa: E402
 
-SECTIONS = ("densenet", "sgconv", "stream", "growth")
+SECTIONS = ("densenet", "sgconv", "stream", "convert", "growth")
 
 
 def main() -> None:

@@ -28,7 +28,10 @@ def newest_cases(section: str, results: Path) -> dict[str, list[Row]]:
     for path in sorted(results.glob(f"{section}-*.csv")):
         found: dict[str, list[Row]] = {}
         with path.open(newline="") as file:
-            for row in csv.DictReader(file):
+            reader = csv.DictReader(file)
+            if "case" not in (reader.fieldnames or ()):
+                continue  # of another script: results/convert-parity-*.csv
+            for row in reader:
                 found.setdefault(row["case"], []).append(row | {"file": path.name})
         for case, rows in found.items():
             if case not in cases or rows[0]["at"] >= cases[case][0]["at"]:

@@ -86,6 +86,12 @@ def test_a_changed_number_is_seen(tmp_path: Path) -> None:
     assert readme.read_text() != table.with_tables(readme, tmp_path / "results")
 
 
+def test_rows_of_other_scripts_are_no_cases(tmp_path: Path) -> None:
+    machine.write_csv(tmp_path / "densenet-x-2026-01-02.csv", [PLAIN, LEAN], ABOUT, "command")
+    (tmp_path / "densenet-parity-x.csv").write_text("network,layer\na,1e-3\n")
+    assert list(table.newest_cases("densenet", tmp_path)) == ["BC-100, batch 64"]
+
+
 def test_nothing_measured_yet(tmp_path: Path) -> None:
     assert table.section_text("sgconv", tmp_path) == "\nNothing measured yet: `python benchmarks/run.py sgconv`.\n\n"
 
