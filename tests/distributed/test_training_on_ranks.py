@@ -18,10 +18,10 @@ from lowtide.train.densenet import DenseNetOptions, load_data, load_trained, tra
 from lowtide.train.evaluate import evaluate
 from lowtide.train.interrupt import Interrupted
 from lowtide.train.objective import classification
-from lowtide.train.report import Reporter, StepView
+from lowtide.train.report import Reporter
 from lowtide.train.run import Run
 from lowtide.train.sgconv import SGConvOptions, train_sgconv
-from train.small_runs import assert_same_run, log_rows, same
+from train.small_runs import StopAfter, assert_same_run, log_rows, same
 
 # 67 samples in steps of 26: shares of 7 and 6, and a tail of 15
 DENSE = DenseNetOptions(
@@ -98,18 +98,6 @@ def test_a_run_on_ranks_is_that_of_one_process(tmp_path: Path, world_size: int, 
         assert (tested.loss, tested.error_percent) == (result["test_loss"], result["test_error_percent"])
 
 
-class StopAfter(Reporter):
-    """SIGTERM to this process after a step."""
-
-    def __init__(self, step: int) -> None:
-        self._left = step
-
-    def step(self, view: StepView) -> None:
-        self._left -= 1
-        if self._left == 0:
-            signal.raise_signal(signal.SIGTERM)
-
-
 SMALL = dataclasses.replace(
     DENSE, precision="float32", drop_rate=0.2, accumulate=2, limit_train=60, validation=0.2, sync_batch_norm=True
 )
@@ -120,7 +108,7 @@ def stopped_and_resumed(rank, world_size, folder):
     stopped = 0
     while True:
         try:
-            run(SMALL, f"{folder}/stopped", StopAfter(1 + stopped % 2) if rank == 0 else None)
+            run(SMALL, f"{folder}/stopped", StopAfter(1 + stopped % 2, signal.SIGTERM) if rank == 0 else None)
             return stopped
         except Interrupted:
             stopped += 1

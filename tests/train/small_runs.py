@@ -7,6 +7,7 @@ change from epoch to epoch.
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from lowtide.train.checkpoint import load_checkpoint
 from lowtide.train.loop import Summary, train
 from lowtide.train.objective import Objective, classification
 from lowtide.train.options import TrainOptions
-from lowtide.train.report import Reporter
+from lowtide.train.report import Reporter, StepView
 from lowtide.train.run import Run
 
 # columns that say how long and how much, not what was learnt
@@ -87,6 +88,18 @@ def csv_rows(folder: Path) -> list[list[str]]:
     lines = [line.split(",") for line in (folder / "log.csv").read_text().splitlines()]
     kept = [i for i, column in enumerate(lines[0]) if column not in NOT_COMPARED]
     return [[line[i] for i in kept] for line in lines]
+
+
+class StopAfter(Reporter):
+    """Sends this process a signal after a step: Ctrl-C, unless another one is named."""
+
+    def __init__(self, step: int, number: signal.Signals = signal.SIGINT) -> None:
+        self._left, self._number = step, number
+
+    def step(self, view: StepView) -> None:
+        self._left -= 1
+        if self._left == 0:
+            signal.raise_signal(self._number)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 from lowtide.errors import CheckpointError
 from lowtide.train.interrupt import Interrupted
 from lowtide.train.report import Reporter, StepView
-from train.small_runs import SmallOptions, assert_same_run, log_rows, same, small_run, weights
+from train.small_runs import SmallOptions, StopAfter, assert_same_run, log_rows, same, small_run, weights
 
 # processes forked from one that has imported everything: a start takes milliseconds, so that moments fall into the run
 _STARTER = multiprocessing.get_context("forkserver")
@@ -111,18 +111,6 @@ def test_killed_while_a_file_is_written(
     assert process.exitcode == -signal.SIGKILL, "the run made fewer such calls than this"
     _finish(folder)
     assert_same_run(folder, uninterrupted[0])
-
-
-class StopAfter(Reporter):
-    """Presses Ctrl-C after a step."""
-
-    def __init__(self, step: int) -> None:
-        self._left = step
-
-    def step(self, view: StepView) -> None:
-        self._left -= 1
-        if self._left == 0:
-            signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("step", [1, 4, 9, 18, 27])

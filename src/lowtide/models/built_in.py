@@ -20,7 +20,7 @@ from lowtide.levels import Level
 from lowtide.models.densenet import DenseNet
 from lowtide.models.sequence import SequenceModel
 from lowtide.nn import DenseBlock, DenselyConnected, SGConv, Transition
-from lowtide.parts import BatchNorm
+from lowtide.nn.batch_norm import as_parts
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,7 @@ def _describe(norm: Any) -> steps.Norm:
         assert norm.momentum is not None
         moments = (norm.running_mean, norm.running_var)
         return steps.InstanceNorm(norm.weight, norm.bias, *moments, norm.eps, norm.momentum, norm.training)
-    buffers = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-    return BatchNorm(norm.weight, norm.bias, *buffers, norm.eps, norm.momentum, norm.training)
+    return as_parts(norm)
 
 
 def _layer(channels: int, growth: int) -> nn.Module:

@@ -12,22 +12,19 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiStepLR
 
-from lowtide.data.batches import EpochPlan
 from lowtide.data.images import ImageData, Preprocessing
 from lowtide.data.load import FOLDER, Augment, image_spec, load_images
 from lowtide.data.seeds import derive_seed
-from lowtide.distributed.world import World, world_of_ranks
 from lowtide.errors import ArgumentError, describe
 from lowtide.levels import Level, check_level
 from lowtide.models import densenet as networks
 from lowtide.models.densenet import DenseNet
 from lowtide.train.checkpoint import load_checkpoint, load_weights
-from lowtide.train.evaluate import model_device
-from lowtide.train.loop import Summary, synchronise_batch_norm, train
-from lowtide.train.objective import classification
+from lowtide.train.loop import Summary
 from lowtide.train.options import TrainOptions, choose_device, require
 from lowtide.train.report import Reporter
 from lowtide.train.run import Run
+from lowtide.train.start import Recipe, start
 from lowtide.train.trained import describe_trained, read_description
 
 KIND = "train densenet"
@@ -183,36 +180,18 @@ def train_densenet(options: DenseNetOptions, run: Run, *, resume: bool, overwrit
         LowtideError: of the kinds that `load_images`, `build_model`, `Run` and `train` raise.
     """
     options.check()
-    with world_of_ranks(choose_device(options.device), options.rank_timeout) as world:
-        return _train(options, run, resume, overwrite, reporter, world)
-
-
-def _train(
-    options: DenseNetOptions, run: Run, resume: bool, overwrite: bool, reporter: Reporter, world: World
-) -> Summary:
     if options.epochs is None:
         options = dataclasses.replace(options, epochs=default_epochs(options.data))
-    if not resume and world.is_main:
-        run.check_free(overwrite)
-    with world.first_of_machine_first():
-        data = load_data(options)
-    model = build_model(options, len(data.classes), data.preprocessing)
-    if options.sync_batch_norm and world.size > 1:
-        synchronise_batch_norm(model)
-    plan = EpochPlan(len(data.train), options.batch_size, options.seed, options.accumulate, world.size)
-    assert options.epochs is not None
-    optimizer, schedule = build_optimizer(model, options, options.epochs * plan.steps)
-    if not resume and world.is_main:
-        run.create(KIND, options.to_json(), overwrite)
-    parameters = sum(p.numel() for p in model.parameters())
-    n_validation = len(data.validation) if data.validation else 0
-    reporter.note(
-        f"{run.folder}: {parameters:,} parameters, memory level {options.recompute}, {model_device(model)}; "
-        f"{data.name}: {len(data.train)} training, {n_validation} validation, {len(data.test)} test pictures; "
-        f"{options.epochs} epochs of {plan.steps} steps"
+    recipe = Recipe(
+        KIND,
+        options.recompute,
+        load_data=lambda: load_data(options),
+        build_model=lambda data: build_model(options, len(data.classes), data.preprocessing),
+        build_optimizer=lambda model, n_steps: build_optimizer(model, options, n_steps),
+        samples=lambda data: "pictures",
+        describe=lambda data: describe_trained(KIND, options, data.classes, data.preprocessing),
     )
-    description = describe_trained(KIND, options, data.classes, data.preprocessing)
-    return train(options, model, data, classification, optimizer, schedule, run, reporter, description, world)
+    return start(options, recipe, run, resume=resume, overwrite=overwrite, reporter=reporter)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ published accuracies (percent): ListOps 61.45, Text 89.20, Retrieval 91.11, Imag
 ListOps and Image have their data built in. Text, Retrieval, Pathfinder and Path-X take --data npz:PATH. Retrieval is
 one sequence in, one class out here: the arena's matching of two documents is not built.
 
-The text models are causal and made for two CPU cores; they are our own choice, see docs/log.md.
+The text models are causal and made for two CPU cores; their sizes are our own choice, and were not tuned.
 
 Source: Li et al. 2022, arXiv 2210.09298, appendix (hyperparameters).
 """

@@ -14,24 +14,21 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from lowtide.data.batches import EpochPlan
 from lowtide.data.listops import ListOpsRules
 from lowtide.data.load_sequences import LISTOPS, NPZ, load_sequences
 from lowtide.data.seeds import derive_seed
 from lowtide.data.sequences import SequenceData, SequenceFormat
 from lowtide.data.text import TEXT
-from lowtide.distributed.world import World, world_of_ranks
 from lowtide.levels import Level, check_level
 from lowtide.models.sequence import SequenceModel
 from lowtide.nn import parameter_groups
 from lowtide.sgconv_form import Alignment, Combine, Decay, Interpolation
 from lowtide.train.checkpoint import load_checkpoint, load_weights
-from lowtide.train.evaluate import model_device
-from lowtide.train.loop import Summary, synchronise_batch_norm, train
-from lowtide.train.objective import classification
+from lowtide.train.loop import Summary
 from lowtide.train.options import TrainOptions, choose_device, require
 from lowtide.train.report import Reporter
 from lowtide.train.run import Run
+from lowtide.train.start import Recipe, start
 from lowtide.train.trained import read_strings
 
 KIND = "train sgconv"
@@ -238,41 +235,27 @@ def train_sgconv(options: SGConvOptions, run: Run, *, resume: bool, overwrite: b
         LowtideError: of the kinds that `load_sequences`, `build_model`, `Run` and `train` raise.
     """
     options.check()
-    with world_of_ranks(choose_device(options.device), options.rank_timeout) as world:
-        return _train(options, run, resume, overwrite, reporter, world)
-
-
-def _train(
-    options: SGConvOptions, run: Run, resume: bool, overwrite: bool, reporter: Reporter, world: World
-) -> Summary:
     if options.epochs is None:
         options = dataclasses.replace(options, epochs=default_epochs(options.data))
-    if not resume and world.is_main:
-        run.check_free(overwrite)
-    with world.first_of_machine_first():
-        data = load_data(options)
-    model = build_model(options, len(data.classes), data.format)
-    if options.sync_batch_norm and world.size > 1:
-        synchronise_batch_norm(model)
-    plan = EpochPlan(len(data.train), options.batch_size, options.seed, options.accumulate, world.size)
-    assert options.epochs is not None
-    optimizer, schedule = build_optimizer(model, options, options.epochs * plan.steps)
-    if not resume and world.is_main:
-        run.create(KIND, options.to_json(), overwrite)
-    parameters = sum(p.numel() for p in model.parameters())
-    n_validation = len(data.validation) if data.validation else 0
-    reporter.note(
-        f"{run.folder}: {parameters:,} parameters, memory level {options.recompute}, {model_device(model)}; "
-        f"{data.name}: {len(data.train)} training, {n_validation} validation, {len(data.test)} test rows of up to "
-        f"{data.format.length} positions; {options.epochs} epochs of {plan.steps} steps"
+    recipe = Recipe(
+        KIND,
+        options.recompute,
+        load_data=lambda: load_data(options),
+        build_model=lambda data: build_model(options, len(data.classes), data.format),
+        build_optimizer=lambda model, n_steps: build_optimizer(model, options, n_steps),
+        samples=lambda data: f"rows of up to {data.format.length} positions",
+        describe=lambda data: _describe(options, data),
     )
-    description = {
+    return start(options, recipe, run, resume=resume, overwrite=overwrite, reporter=reporter)
+
+
+def _describe(options: SGConvOptions, data: SequenceData) -> dict[str, str]:
+    return {
         "kind": KIND,
         "options": options.to_json(),
         "classes": json.dumps(data.classes),
         "format": json.dumps(dataclasses.asdict(data.format)),
     }
-    return train(options, model, data, classification, optimizer, schedule, run, reporter, description, world)
 
 
 @dataclass(frozen=True)
