@@ -123,7 +123,9 @@ def test_too_few_rows_for_a_test_part(tmp_path: Path) -> None:
 
 
 def test_names_and_limits(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"--data: expected one of digits, .*listops, npz:PATH, got 'mnist'"):
+    with pytest.raises(
+        ArgumentError, match=r"--data: expected one of digits, .*listops, npz:PATH, text:PATH, got 'mnist'"
+    ):
         load_sequences("mnist")
     with pytest.raises(ArgumentError, match="--limit-test: expected at least 1, got 0"):
         load_sequences("digits", limit_test=0)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +47,39 @@ def test_a_rank_that_hangs_is_given_up_in_time() -> None:
     assert said.startswith("rank 0: expected an answer of every rank, got none of at least one (")
     assert said.endswith("continue with --resume")
     assert 3.5 < seconds < 6.5
+
+
+# a process of its own: what is imported before the group is made decides what keeps it
+LEAVES_NO_THREAD = r"""
+import glob
+import torch
+from torch import nn
+from lowtide.distributed.world import world_of_ranks
+
+def threads():
+    names = [open(path).read().strip() for path in glob.glob("/proc/self/task/*/comm")]
+    return [name for name in names if "gloo" in name]
+
+with world_of_ranks(torch.device("cpu"), 60.0) as world:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    model.itself = [model]
+    model(torch.ones(2, 3)).sum().backward()
+    world.gather({"rank": 0})
+    during = threads()
+    del model
+print(f"{len(during) > 0} {threads()}\n", end="", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="not run: threads are counted in /proc")
+def test_no_thread_of_the_group_is_left_to_see_the_end_of_the_interpreter(tmp_path: Path) -> None:
+    """One that drops the last message's tensors then would abort a process that had finished its run."""
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES_NO_THREAD)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    assert (done.returncode, done.stdout.split("\n")) == (0, ["True []", "True []", ""]), done.stderr
 
 
 def agrees(rank, world_size, folder):

@@ -6,6 +6,8 @@ nothing here communicates, and no process group exists.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -160,6 +162,9 @@ def world_of_ranks(device: torch.device, timeout_s: float) -> Iterator[World]:
     if not started_by_torchrun():
         yield World()
         return
+    # its functions' default group is the one that stands when it is imported, which DistributedDataParallel does: with
+    # none yet, the group can end before the interpreter does
+    importlib.import_module("torch.distributed.nn.functional")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -170,7 +175,9 @@ def world_of_ranks(device: torch.device, timeout_s: float) -> Iterator[World]:
         store = distributed.PrefixStore(f"start {_restarts()}", store)
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         yield World(distributed.get_rank(), distributed.get_world_size(), int(os.environ["LOCAL_RANK"]))
-    # not after an error: the others may be gone, and would be waited for
+    # not after an error: the others may be gone, and would be waited for. A group ends with the last that refers to it,
+    # perhaps a DistributedDataParallel in a cycle; a gloo thread that sees the interpreter's end may abort the process
+    gc.collect()
     distributed.destroy_process_group()
 
 
