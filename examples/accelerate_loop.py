@@ -7,7 +7,7 @@ torchrun --nproc-per-node 2 examples/accelerate_loop.py
 from __future__ import annotations
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,3 +32,4 @@ def fit(network: nn.Module, images: Tensor, classes: Tensor, epochs: int = 2) ->
 
 if __name__ == "__main__":
     fit(densenet_bc(22, 12, recompute="layer"), torch.randn(64, 3, 32, 32), torch.randint(10, (64,)))
+    PartialState().destroy_process_group()

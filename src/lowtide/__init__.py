@@ -6,6 +6,10 @@ Importing it touches no GPU, compiles nothing and needs no optional package. `lo
 
 from __future__ import annotations
 
+import importlib
+
+from torch import distributed
+
 from lowtide.convert import ConversionReport, convert, restore
 from lowtide.errors import LowtideError
 from lowtide.measure import Measurement, measure
@@ -23,3 +27,8 @@ __all__ = [
     "verify",
 ]
 __version__ = "0.1.0"
+
+# Its functions' default group is the one that stands when it is imported, which DistributedDataParallel does at its
+# first use: the group would then live on into the interpreter's end, where a thread of gloo may abort the process.
+if distributed.is_available():
+    importlib.import_module("torch.distributed.nn.functional")

@@ -7,7 +7,6 @@ nothing here communicates, and no process group exists.
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -162,9 +161,6 @@ def world_of_ranks(device: torch.device, timeout_s: float) -> Iterator[World]:
     if not started_by_torchrun():
         yield World()
         return
-    # its functions' default group is the one that stands when it is imported, which DistributedDataParallel does: with
-    # none yet, the group can end before the interpreter does
-    importlib.import_module("torch.distributed.nn.functional")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
