@@ -8,20 +8,18 @@ run. Beside them a step of the whole layer, and the same token early and late in
 
 Case `block`: seconds per sample in blocks, for a long and a short kernel; beside the short one the forward by FFT.
 
-Case `apply`: a two-sided layer over (256, 1,000,000) float32 in 500 MiB.
+Case `apply`: a two-sided layer over (256, 1,000,000) float32 in 500 MiB, killed and resumed (stream_apply.py).
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+import stream_apply
 import torch
 from harness import console, quantile
 from rich.table import Table
@@ -177,52 +175,22 @@ def blocks(l_max: int, quick: bool) -> list[Figure]:
     return figures
 
 
-APPLY = """
-import resource, time
-from pathlib import Path
-from lowtide.stream import apply_layer, load_layer
-layer = load_layer(Path("layer.pt"))
-base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-start = time.perf_counter()
-apply_layer(layer, Path("x.npy"), Path("y.npy"), memory_bytes=500 * 2**20)
-print(time.perf_counter() - start, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base))
-"""
-
-
 def apply(quick: bool) -> list[Figure]:
-    features, L = (32, 200_000) if quick else (H, 1_000_000)
+    features, L, memory_bytes = (32, 200_000, 100 * 2**20) if quick else (H, 1_000_000, 500 * 2**20)
     layer = make_layer(features, L, bidirectional=True)
     with tempfile.TemporaryDirectory() as folder:
         save_layer(layer, Path(folder) / "layer.pt")
-        np.save(Path(folder) / "x.npy", np.random.default_rng(0).standard_normal((features, L), dtype=np.float32))
-        command = [sys.executable, "-c", APPLY]
-        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-        seconds, high_water = run.stdout.split()
-        u, y = (np.load(Path(folder) / name, mmap_mode="r") for name in ("x.npy", "y.npy"))
-        error = apply_error(layer, u, y)
-    console.print(
-        f"out of core, {features} x {L}, two-sided: {format_seconds(float(seconds))}, high-water "
-        f"{format_bytes(int(high_water))} over libraries and layer, relative error {error:.1e} at 2,000 positions"
-    )
-    return [figure_of("apply", f"two-sided ({features}, {L})", [float(seconds) / L], int(high_water))]
-
-
-@torch.no_grad()
-def apply_error(layer: SGConv, u: np.ndarray, y: np.ndarray) -> float:
-    """Against the forward of layers of 8 features each, put together at 2,000 positions and mapped there."""
-    at = np.linspace(0, u.shape[1] - 1, 2000).astype(int)
-    parts = []
-    for start in range(0, u.shape[0], 8):
-        features = slice(start, start + 8)
-        narrow = SGConv(8, layer.l_max, kernel_dim=KERNEL_DIM, bidirectional=True, linear=True)
-        for mine, whole in zip(narrow.kernel_list, layer.kernel_list, strict=True):
-            mine.copy_(whole[:, features])
-        narrow.D.copy_(layer.D[:, features])
-        narrow.kernel_norm.copy_(layer.kernel_norm[:, features])
-        parts.append(narrow(torch.from_numpy(u[features].copy())[None])[0][:, at])
-    assert layer.output_linear is not None
-    want = layer.output_linear(torch.nn.functional.gelu(torch.cat(parts)).T).T
-    return ((torch.from_numpy(y[:, at].copy()) - want).norm() / want.norm()).item()
+        done = stream_apply.measure(layer, Path(folder), features, L, memory_bytes)
+    rule = "the rule holds" if done.keeps_the_rule else "THE RULE DOES NOT HOLD"
+    same = "equal bit for bit" if done.resumed_is_equal else "DIFFERENT"
+    for line in (
+        f"out of core, {features} x {L}, two-sided, {done.channels} channels at a time: {format_seconds(done.seconds)}",
+        f"high-water {format_bytes(done.high_water_bytes)} over the libraries, {format_bytes(memory_bytes)} allowed",
+        f"relative error {done.error:.2e}, of the plain layer in float32 {done.plain_error:.2e}: {rule}",
+        f"killed at {done.killed_at} and resumed: {same}",
+    ):
+        console.print(line)
+    return [figure_of("apply", f"two-sided ({features}, {L})", [done.seconds / L], done.high_water_bytes)]
 
 
 def show(figures: list[Figure]) -> None:

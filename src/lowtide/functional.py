@@ -16,6 +16,8 @@ from lowtide.stream_functions import StreamFilter as StreamFilter
 from lowtide.stream_functions import clone_state as clone_state
 from lowtide.stream_functions import map_state as map_state
 from lowtide.stream_functions import reset_rows as reset_rows
+from lowtide.stream_functions import ring_read as ring_read
+from lowtide.stream_functions import ring_write as ring_write
 from lowtide.stream_functions import sgconv_block as sgconv_block
 from lowtide.stream_functions import sgconv_map as sgconv_map
 from lowtide.stream_functions import stream_block as stream_block

@@ -2,6 +2,8 @@
 
 from lowtide.lean.sgconv_stream import sgconv_block as sgconv_block
 from lowtide.lean.sgconv_stream import sgconv_map as sgconv_map
+from lowtide.lean.stream_ring import read as ring_read
+from lowtide.lean.stream_ring import write as ring_write
 from lowtide.lean.streaming import StreamFilter as StreamFilter
 from lowtide.lean.streaming import block as stream_block
 from lowtide.lean.streaming import block_length as stream_block_length
@@ -22,6 +24,8 @@ __all__ = [
     "clone_state",
     "map_state",
     "reset_rows",
+    "ring_read",
+    "ring_write",
     "sgconv_block",
     "sgconv_map",
     "stream_block",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lowtide.errors import ArgumentError, UnsupportedError, describe
 from lowtide.functional import State
 from lowtide.levels import Level, check_level
+from lowtide.models.sequence_chunks import ChunkedSequence
 from lowtide.nn.residual import PaddingSide, ResidualSGConv, SequenceNorm, make_block, pool_split, pool_valid
 from lowtide.sequence_split import SequenceGroup, SequenceSplit
 from lowtide.sgconv_form import check_choice, check_int
@@ -23,7 +24,7 @@ from lowtide.sgconv_form import check_choice, check_int
 Pool = Literal["mean", "last"]
 
 
-class SequenceModel(nn.Module):
+class SequenceModel(ChunkedSequence, nn.Module):
     """Residual SGConv blocks between a linear encoder (or an embedding) and a linear decoder.
 
     Args:
@@ -212,7 +213,7 @@ class SequenceModel(nn.Module):
     def _check_causal(self, method: str) -> None:
         where = f"SequenceModel.{method}"
         if any(block.layer.form.bidirectional for block in self._blocks()):
-            fix = "build it with bidirectional=False"
+            fix = "build it with bidirectional=False, or call chunk(x, state), whose outputs come later"
             got = "bidirectional=True: every output needs the future"
             raise UnsupportedError(describe(expected="a causal model", got=got, where=where, fix=fix))
         if self.training:
