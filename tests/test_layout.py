@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nn": {"functional"},
     "models": {"nn", "functional"} | INSTRUMENTS,
     "convert": {"nn", "functional"},
-    "plan": {"nn", "functional", "models"} | INSTRUMENTS,
+    "plan": {"nn", "functional", "models", "kernels", "convert"} | INSTRUMENTS,
     "stream": {"nn", "functional", "models"} | INSTRUMENTS,
     "measure": set(),
     "verify": {"measure"},

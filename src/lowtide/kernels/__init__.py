@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lowtide.kernels.choice import VARIABLE, Choice, choose, select, states
 from lowtide.kernels.interface import Activation, Kernels, Normed
+from lowtide.kernels.native_shapes import alike, shapes_only
 from lowtide.kernels.tensor_calls import TensorCalls, accumulation_dtype
 
 __all__ = [
@@ -18,7 +19,9 @@ __all__ = [
     "Normed",
     "TensorCalls",
     "accumulation_dtype",
+    "alike",
     "choose",
     "select",
+    "shapes_only",
     "states",
 ]

@@ -18,6 +18,7 @@ from lowtide.errors import ArgumentError, describe
 from lowtide.kernels.build import BuildError
 from lowtide.kernels.interface import Kernels
 from lowtide.kernels.native import NativeKernels
+from lowtide.kernels.native_shapes import NativeShapes, is_shapes_only
 from lowtide.kernels.tensor_calls import TensorCalls
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ def _native_for(x: Tensor) -> NativeKernels | str:
     native = _load_native()
     if isinstance(native, BuildError):
         return str(native)
-    return native if native.supports(x) else _unlike(x)
+    provider = NativeShapes(native) if is_shapes_only(x) else native
+    return provider if provider.supports(x) else _unlike(x)
 
 
 def _triton_for(x: Tensor) -> TritonKernels | str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowtide.kernels import alike
 from lowtide.lean.fft_sizes import fast_length, rows_per_tile
 
 # taps of some features in the computing dtype: forward (C, h, K) and reverse (C, h, R) or None
@@ -170,13 +171,13 @@ def convolve(
     """out[b, c, h, t] = sum_j k[c, h, j] u[b, h, t - j] + sum_j k_reverse[c, h, j] u[b, h, t + j + 1] + skip u."""
     scratch = Scratch(u_BHL.device, dtype)
     N, F = plan.N, plan.N // 2 + 1
-    for hs in plan.feature_tiles():
+    for hs in alike(plan.feature_tiles()):
         h = hs.stop - hs.start
         K_CHnF = _kernel_spectrum(taps_of(hs), None if skip_CH is None else skip_CH[:, hs], plan, scratch)
-        for bs in plan.batch_tiles():
+        for bs in alike(plan.batch_tiles()):
             b = bs.stop - bs.start
             valid = None if valid_BL is None else valid_BL[bs]
-            for t0, t1, n in plan.time_tiles():
+            for t0, t1, n in alike(plan.time_tiles()):
                 U = _input_spectrum(u_BHL[bs, hs], t0, n, valid, plan, scratch)
                 for c in range(plan.C):
                     Y = torch.mul(U, K_CHnF[c], out=U if plan.C == 1 else scratch.spectrum("product", b, h, n, F))
@@ -202,18 +203,18 @@ def convolve_backward(
     """
     scratch = Scratch(u_BHL.device, dtype)
     N, F = plan.N, plan.N // 2 + 1
-    for hs in plan.feature_tiles():
+    for hs in alike(plan.feature_tiles()):
         h = hs.stop - hs.start
         K_CHnF = None
         if du_BHL is not None:
             K_CHnF = _kernel_spectrum(taps_of(hs), None if skip_CH is None else skip_CH[:, hs], plan, scratch)
             K_CHnF.conj_physical_()
         dK_CHF = scratch.spectrum("kernel gradient", plan.C, h, F).zero_() if sink is not None else None
-        for bs in plan.batch_tiles():
+        for bs in alike(plan.batch_tiles()):
             b = bs.stop - bs.start
             valid = None if valid_BL is None else valid_BL[bs]
             fold = None if du_BHL is None else _OverlapAdd(du_BHL[bs, hs], valid, plan, scratch)
-            for t0, t1, n in plan.time_tiles():
+            for t0, t1, n in alike(plan.time_tiles()):
                 U = dU = None
                 if dK_CHF is not None:
                     U = _input_spectrum(u_BHL[bs, hs], t0, n, valid, plan, scratch).conj_physical_()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.kernels import alike
 from lowtide.lean import sgconv_split
 from lowtide.lean.fft_frames import Frames, Taps, convolve, convolve_backward
 from lowtide.lean.sgconv_kernel import build, pull_back, second_derivative
@@ -224,7 +225,7 @@ def _preactivation(u: Tensor, kernels: Kernels, valid: Tensor | None, call: Call
     B, H, L = u_BHL.shape
     p_BDL = u.new_empty(B, call.form.channels * H, L)
     p_BCHL = p_BDL.view(B, call.form.channels, H, L)
-    for group in _feature_groups(u_BHL):
+    for group in alike(_feature_groups(u_BHL)):
         part = u_BHL[:, group].contiguous() if u_BHL.stride(-1) != 1 else u_BHL[:, group]
         _convolve(part, group, kernels, valid, call, p_BCHL[:, :, group])
     return p_BDL
@@ -302,7 +303,7 @@ def _convolution_backward(
         sgconv_split.gradients(u, dp_BCHL, du_BHL, valid, call.split, run)
         return du
     u_BHL = _by_time(u, form)
-    for group in _feature_groups(u_BHL):
+    for group in alike(_feature_groups(u_BHL)):
         part = u_BHL[:, group].contiguous() if u_BHL.stride(-1) != 1 else u_BHL[:, group]
         dpart = None
         if du_BHL is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowtide.kernels import alike
 from lowtide.sequence_split import SequenceSplit
 from lowtide.sgconv_form import LayerForm
 
@@ -120,7 +121,7 @@ def pointwise_forward(
     else:
         y = p_BDL.new_empty((B, out_channels, L) if form.transposed else (B, L, out_channels), dtype=dtype)
     with call.pointwise_context():
-        for bs, ts in tiles(B, D, L, p_BDL.element_size()):
+        for bs, ts in alike(tiles(B, D, L, p_BDL.element_size())):
             part_mask = cut(mask, bs, ts, time_dim)
             part = pointwise(p_BDL[bs, :, ts], weight, bias, norm_weight, norm_bias, part_mask, form)
             if valid is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.kernels import alike
 from lowtide.lean.sgconv_pointwise import ACTIVATIONS, Call, apply_map, cut, normalise, tiles
 
 aten: Any = torch.ops.aten
@@ -42,7 +43,7 @@ def pointwise_backward(
         torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if x is not None and needed else None
         for x, needed in zip(parameters, need, strict=True)
     ]
-    for bs, ts in tiles(B, D, L, p_BDL.element_size()):
+    for bs, ts in alike(tiles(B, D, L, p_BDL.element_size())):
         dpart = dy[bs].narrow(time_dim, ts.start, ts.stop - ts.start)
         if valid is not None:
             dpart = dpart.masked_fill(~valid[bs, ts].unsqueeze(3 - time_dim), 0)
