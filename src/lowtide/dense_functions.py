@@ -16,7 +16,12 @@ from lowtide.reference.layers import batch_norm as batch_norm
 
 
 def dense_block(
-    x: Tensor, layers: Sequence[DenseLayer], tail: Transition | Head | None = None, *, recompute: Level = "pointwise"
+    x: Tensor,
+    layers: Sequence[DenseLayer],
+    tail: Transition | Head | None = None,
+    *,
+    recompute: Level = "pointwise",
+    channels_last: bool | None = None,
 ) -> Tensor:
     """x (N, c0, *S) -> (N, c0 + L*k, *S): every layer reads all earlier channels and adds k; then the tail, if any.
 
@@ -25,6 +30,7 @@ def dense_block(
         layers: descriptions of the layers (`lowtide.parts.DenseLayer`), in order.
         tail: a transition or the head, to run in the same autograd node at a lean level.
         recompute: memory level, see `lowtide.levels`.
+        channels_last: memory order of a lean level's output; None: as ordinary autograd would answer.
 
     Saved and recomputed by level: `lowtide.lean.segment`. Running statistics move once per call in training.
 
@@ -34,7 +40,7 @@ def dense_block(
     """
     if check_level(recompute, "dense_block") == "none":
         return plain.dense_block(x, layers, tail)
-    return lean.dense_block(x, layers, tail, recompute=recompute)
+    return lean.dense_block(x, layers, tail, recompute=recompute, channels_last=channels_last)
 
 
 def transition(x: Tensor, parts: Transition, *, recompute: Level = "pointwise") -> Tensor:
@@ -44,8 +50,8 @@ def transition(x: Tensor, parts: Transition, *, recompute: Level = "pointwise") 
     return lean.transition(x, parts, recompute=recompute)
 
 
-def stem(x: Tensor, parts: Stem, *, recompute: Level = "pointwise") -> Tensor:
+def stem(x: Tensor, parts: Stem, *, recompute: Level = "pointwise", channels_last: bool | None = None) -> Tensor:
     """(N, c_in, *S) -> (N, c0, *S'): convolution, norm, relu, max pool of 3 with stride 2. See `lowtide.lean.stem`."""
     if check_level(recompute, "stem") == "none":
         return plain_parts.stem(x, parts)
-    return lean_stem.stem(x, parts, recompute=recompute)
+    return lean_stem.stem(x, parts, recompute=recompute, channels_last=channels_last)

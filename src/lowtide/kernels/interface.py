@@ -19,6 +19,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from lowtide.kernels.pools import Pools
+
 Activation = Literal["identity", "relu"]
 
 
@@ -31,7 +33,7 @@ class Normed(NamedTuple):
     offset: Tensor
 
 
-class Kernels(Protocol):
+class Kernels(Pools, Protocol):
     """One provider of the passes. `name` is what LOWTIDE_KERNELS selects."""
 
     name: str

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowtide.kernels.build import load_library
 from lowtide.kernels.interface import Activation, Normed
+from lowtide.kernels.native_pools import NativePools, PoolTask
 from lowtide.kernels.native_tasks import (
     DTYPES,
     NO_MAP,
@@ -33,7 +34,7 @@ from lowtide.kernels.tensor_calls import accumulation_dtype
 LEVELS = ("DEFAULT", "AVX2", "AVX512")  # as torch.backends.cpu.get_cpu_capability() names them
 
 
-class NativeKernels:
+class NativeKernels(NativePools):
     """Provider "native". `level` is the instruction set in use, at most the one that torch uses (ATEN_CPU_CAPABILITY).
 
     Raises:
@@ -44,10 +45,10 @@ class NativeKernels:
 
     def __init__(self, level: str | None = None) -> None:
         self._library = load_library()
-        for name in ("task_bytes", "mix_task_bytes", "highest_level"):
+        for name in ("task_bytes", "mix_task_bytes", "pool_task_bytes", "highest_level"):
             getattr(self._library, f"lowtide_{name}").restype = ctypes.c_int64
-        sizes = self._library.lowtide_task_bytes(), self._library.lowtide_mix_task_bytes()
-        assert sizes == (ctypes.sizeof(Task), ctypes.sizeof(MixTask)), "native_tasks.py and task.h differ"
+        sizes = [getattr(self._library, f"lowtide_{name}_bytes")() for name in ("task", "mix_task", "pool_task")]
+        assert sizes == [ctypes.sizeof(kind) for kind in (Task, MixTask, PoolTask)], "a struct and task.h differ"
         capability = level or torch.backends.cpu.get_cpu_capability()
         wanted = next((i for i, name in enumerate(LEVELS) if capability.startswith(name)), 0)
         self._level = ctypes.c_int64(min(wanted, self._library.lowtide_highest_level()))

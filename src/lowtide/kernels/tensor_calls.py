@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from lowtide.kernels.interface import Activation, Normed
+from lowtide.kernels.tensor_pools import TensorPools
 
 # A float64 copy of this many elements is 1 MiB: one tile of `batch_stats`.
 _STATS_TILE_NUMEL = 1 << 17
 
 
-class TensorCalls:
+class TensorCalls(TensorPools):
     """Provider "tensor"."""
 
     name = "tensor"

@@ -29,6 +29,14 @@ def is_channels_last(x: Tensor) -> bool:
     return x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
 
+def as_channels_last(weight: Tensor) -> Tensor:
+    """A copy of a convolution's weight in channels_last, so that the convolution answers in it.
+
+    Of one input channel too, where `contiguous` leaves strides that say nothing.
+    """
+    return new_images(weight, weight.shape, channels_last=True, dtype=weight.dtype).copy_(weight)
+
+
 def new_images(like: Tensor, shape: Sequence[int], *, channels_last: bool, dtype: torch.dtype) -> Tensor:
     """An uninitialised (N, C, *S) map in the memory order that ordinary operations would give it."""
     order = (

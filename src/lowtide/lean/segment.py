@@ -43,11 +43,17 @@ class Call:
     level: Level
     dtype: torch.dtype  # of the convolutions: the weights', or autocast's
     map_dtype: torch.dtype
-    channels_last: bool
+    channels_last: bool  # the order of the output
+    channels_last_input: bool
 
 
 def dense_block(
-    x: Tensor, layers: Sequence[DenseLayer], tail: Transition | Head | None = None, *, recompute: Level = "layer"
+    x: Tensor,
+    layers: Sequence[DenseLayer],
+    tail: Transition | Head | None = None,
+    *,
+    recompute: Level = "layer",
+    channels_last: bool | None = None,
 ) -> Tensor:
     """x (N, c0, *S) -> (N, c0 + L*k, *S), or what the tail makes of it; see the module's text for what is saved.
 
@@ -56,6 +62,7 @@ def dense_block(
         layers: in order; layer i takes c0 + i*k channels.
         tail: transition or head to run in the same node, so that the features stay inside it.
         recompute: "pointwise", "layer" or "block".
+        channels_last: the output's memory order; None: that of the input, as in ordinary autograd.
     """
     parts: Parts = (tuple(layers), tail)
     _check(x, parts)
@@ -67,6 +74,7 @@ def dense_block(
         recompute,
         dtype,
         torch.promote_types(x.dtype, dtype),
+        is_channels_last(x) if channels_last is None else channels_last,
         is_channels_last(x),
     )
     if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in tensors)):
@@ -322,7 +330,7 @@ def _backward(
         )
         if needs_input:
             corrections.settle(tools.kernels, grad, features, 0, c0)
-            dx = new_images(grad, ctx.shape, channels_last=call.channels_last, dtype=ctx.x_dtype)
+            dx = new_images(grad, ctx.shape, channels_last=call.channels_last_input, dtype=ctx.x_dtype)
             dx.flatten(2).copy_(grad[:, :c0])
     return None, None, dx, *grads
 

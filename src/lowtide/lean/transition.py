@@ -18,25 +18,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lowtide.kernels import accumulation_dtype
+from lowtide.kernels.pools import average_pooled
 from lowtide.lean.batch_norm import Affine, correction
 from lowtide.lean.dense_block import Corrections, Put, Tools, Want
-from lowtide.lean.maps import add_outer_, image_tiles, in_form_of, is_rows, mix, mixed, new_images, to_grid
+from lowtide.lean.maps import add_outer_, image_tiles, in_form_of, is_rows, mix, mixed, new_images
 from lowtide.parts import BatchNorm, Head, Transition
-
-
-def pooled_size(spatial: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(size // 2 for size in spatial)
 
 
 def transition_forward(tools: Tools, features: Tensor, at: Affine, parts: Transition) -> Tensor:
     """y (N, c_out, *(S // 2)) from F (N, C, S)."""
     weight = parts.conv.weight.detach().to(tools.dtype).flatten(1)
-    size = pooled_size(tools.spatial)
+    size = average_pooled(tools.spatial)
     y = new_images(features, (len(features), len(weight), *size), channels_last=tools.plain_rows, dtype=tools.dtype)
     out = y.view(*y.shape[:2], -1) if y.numel() else y.flatten(2)
-    for images in _tiles(tools, features):
-        z = _activated(tools, features[images], at)
-        mix(weight, _pool(tools, z).flatten(2), out[images])
+    for images in _pool_tiles(tools, features):
+        _mix(tools, weight, _pooled(tools, features[images], at), out[images])
     if parts.conv.bias is not None:
         out += parts.conv.bias.detach().to(out.dtype)[:, None]
     return y
@@ -63,17 +60,17 @@ def transition_backward(
     sums, sums_x = torch.zeros_like(at.scale), torch.zeros_like(at.scale)
     weight_t = weight.t().contiguous()
     dy = grad_out.flatten(2)
-    for images in _tiles(tools, features):
+    for images in _pool_tiles(tools, features):
         x = features[images]
         dy_part = in_form_of(x, dy[images].to(tools.dtype))
-        z = _activated(tools, x, at)
-        pooled = _pool(tools, z)
         if dweight is not None:
-            add_outer_(dweight, dy_part, pooled.flatten(2))
+            add_outer_(dweight, dy_part, _pooled(tools, x, at))
         if needs_dz:
-            dpooled = mixed(weight_t, dy_part, tools.scratch, "dpooled", rows=is_rows(x))
-            dz = _pool_backward(tools, dpooled.unflatten(2, pooled.shape[2:]), z)
-            _add_to_features(tools, dz, x, at, None if grad is None else grad[images], sums, sums_x)
+            dpooled = in_form_of(x, mixed(weight_t, dy_part, tools.scratch, "dpooled", rows=is_rows(x)))
+            total = None if grad is None else grad[images]
+            tools.kernels.norm_act_average_pool_backward(
+                dpooled, x, at.scale, at.shift, at.mean, tools.spatial, total, sums, sums_x
+            )
     if dweight is not None:
         put(slot.conv.weight, dweight.view(parts.conv.weight.shape))
     if want(slot.conv.bias):
@@ -130,23 +127,29 @@ def _activated(tools: Tools, x: Tensor, at: Affine, dtype: torch.dtype | None = 
     return z
 
 
-def _window(tools: Tools) -> list[int]:
-    return [1, 2] if len(tools.spatial) == 1 else [2] * len(tools.spatial)
+def _pool_tiles(tools: Tools, features: Tensor) -> Iterator[slice]:
+    """Only the pool's output lies in scratch where the pass is fused."""
+    n, c, s = features.shape
+    if tools.kernels.fuses_pool(features):
+        s = torch.Size(average_pooled(tools.spatial)).numel()
+    return image_tiles(n, c * s * tools.dtype.itemsize, tools.budget)
 
 
-def _pool(tools: Tools, z: Tensor) -> Tensor:
-    """(n, c, S) -> (n, c, *grid)."""
-    grid, window = to_grid(z, tools.spatial), _window(tools)
-    pool = torch.nn.functional.avg_pool3d if grid.dim() == 5 else torch.nn.functional.avg_pool2d
-    return pool(grid, window, window)
+def _pooled(tools: Tools, x: Tensor, at: Affine) -> Tensor:
+    """pool(relu(scale * x + shift)), (n, c, S2), in scratch."""
+    positions = torch.Size(average_pooled(tools.spatial)).numel()
+    pooled = tools.scratch("pooled", x.shape[0], x.shape[1], positions, rows=is_rows(x))
+    tools.kernels.norm_act_average_pool(x, at.scale, at.shift, tools.spatial, pooled)
+    return pooled
 
 
-def _pool_backward(tools: Tools, grad: Tensor, z: Tensor) -> Tensor:
-    grid, window = to_grid(z, tools.spatial), _window(tools)
-    aten = torch.ops.aten
-    backward = aten.avg_pool3d_backward if grid.dim() == 5 else aten.avg_pool2d_backward
-    dz = backward(grad, grid, window, window, [0] * len(window), False, True, None)
-    return in_form_of(z, dz.flatten(2))
+def _mix(tools: Tools, weight: Tensor, pooled: Tensor, out: Tensor) -> None:
+    if tools.kernels.fuses_mix(pooled, out):
+        # relu changes nothing: the pooled numbers are not negative
+        one = torch.ones(pooled.shape[1], dtype=accumulation_dtype(pooled), device=pooled.device)
+        tools.kernels.norm_act_mix(pooled, one, torch.zeros_like(one), weight, out)
+    else:
+        mix(weight, pooled, out)
 
 
 def _add_to_features(

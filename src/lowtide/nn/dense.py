@@ -169,7 +169,7 @@ class DenseBlock(nn.Module):
         layers = self.describe()
         return self.forward_plain(x) if layers is None else dense_block(x, layers, recompute=self.recompute)
 
-    def run_with(self, x: Tensor, following: nn.Module) -> Tensor | None:
+    def run_with(self, x: Tensor, following: nn.Module, *, channels_last: bool | None = None) -> Tensor | None:
         """The block and the transition, or the last norm and the head, in one node; None if they must run one by one.
 
         What a sharded block calls instead of `forward`: its parameters and the transition's are gathered around it.
@@ -184,7 +184,9 @@ class DenseBlock(nn.Module):
                 tail = parts.Head(describe_norm(following, "norm5"))
             except NotLean:  # a norm of another kind is called by itself, which is exact
                 tail = None
-        return None if tail is None else dense_block(x, layers, tail, recompute=self.recompute)
+        if tail is None:
+            return None
+        return dense_block(x, layers, tail, recompute=self.recompute, channels_last=channels_last)
 
     def describe(self) -> tuple[parts.DenseLayer, ...] | None:
         """The layers as plain tensors and numbers; None where the block has to run the plain way.

@@ -27,46 +27,8 @@ struct Loops {
 
 #define LOOPS_OF(A) {mix_forward<A>, convolve_forward<A>, mix_backward<A>, Vector<A>::lanes}
 
-namespace baseline {
-#define LANE_BYTES 16
-#include "vector.h"
-#include "mix.h"
-#undef LANE_BYTES
-const Loops loops[] = {LOOPS_OF(float), LOOPS_OF(double)};
-}  // namespace baseline
-
-#if defined(__x86_64__)
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-namespace avx2 {
-#define LANE_BYTES 32
-#include "vector.h"
-#include "mix.h"
-#undef LANE_BYTES
-const Loops loops[] = {LOOPS_OF(float), LOOPS_OF(double)};
-}  // namespace avx2
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
-namespace avx512 {
-#define LANE_BYTES 64
-#include "vector.h"
-#include "mix.h"
-#undef LANE_BYTES
-const Loops loops[] = {LOOPS_OF(float), LOOPS_OF(double)};
-}  // namespace avx512
-#pragma GCC pop_options
-#endif
-
-const Loops& loops_for(const MixTask& task, int64_t level) {
-  const bool is_double = task.x.dtype == F64;
-#if defined(__x86_64__)
-  if (level == 2) return avx512::loops[is_double];
-  if (level == 1) return avx2::loops[is_double];
-#endif
-  return baseline::loops[is_double];
-}
+#define LOOPS_FILE "mix.h"
+#include "levels.h"
 
 // Below this many multiplications a second thread costs more than it saves.
 constexpr int64_t PRODUCTS_PER_THREAD = 131072;
@@ -153,12 +115,12 @@ extern "C" {
 int64_t lowtide_mix_task_bytes() { return sizeof(MixTask); }
 
 void lowtide_mix_forward(const MixTask* task, int64_t level) {
-  const Loops& loops = loops_for(*task, level);
+  const Loops& loops = loops_for(task->x.dtype == F64, level);
   task->x.dtype == F64 ? forward_by<double>(*task, loops) : forward_by<float>(*task, loops);
 }
 
 void lowtide_mix_backward(const MixTask* task, int64_t level) {
-  const Loops& loops = loops_for(*task, level);
+  const Loops& loops = loops_for(task->x.dtype == F64, level);
   task->x.dtype == F64 ? backward_by<double>(*task, loops) : backward_by<float>(*task, loops);
 }
 

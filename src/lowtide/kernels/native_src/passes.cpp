@@ -40,49 +40,8 @@ struct Loops {
         {BOTH(planes_affine_add, A), BOTH(rows_affine_add, A)}, {planes_moments<A>, rows_moments<A>},  \
   }
 
-namespace baseline {
-#define LANE_BYTES 16
-#include "vector.h"
-#include "planes.h"
-#include "rows.h"
-#undef LANE_BYTES
-const Loops loops[] = {LOOPS_OF(float), LOOPS_OF(double)};
-}  // namespace baseline
-
-#if defined(__x86_64__)
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-namespace avx2 {
-#define LANE_BYTES 32
-#include "vector.h"
-#include "planes.h"
-#include "rows.h"
-#undef LANE_BYTES
-const Loops loops[] = {LOOPS_OF(float), LOOPS_OF(double)};
-}  // namespace avx2
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
-namespace avx512 {
-#define LANE_BYTES 64
-#include "vector.h"
-#include "planes.h"
-#include "rows.h"
-#undef LANE_BYTES
-const Loops loops[] = {LOOPS_OF(float), LOOPS_OF(double)};
-}  // namespace avx512
-#pragma GCC pop_options
-#endif
-
-const Loops& loops_for(const Task& task, int64_t level) {
-  const bool is_double = task.x.dtype == F64;
-#if defined(__x86_64__)
-  if (level == 2) return avx512::loops[is_double];
-  if (level == 1) return avx2::loops[is_double];
-#endif
-  return baseline::loops[is_double];
-}
+#define LOOPS_FILE "elementwise.h"
+#include "levels.h"
 
 // Below this many numbers a second thread costs more than it saves.
 constexpr int64_t NUMBERS_PER_THREAD = 16384;
@@ -171,7 +130,7 @@ void lowtide_batch_stats(const Task* task, int64_t level) {
   std::unique_ptr<double[]> pivots(new double[channels]());
   for (int64_t c = 0; c < channels && count > 0; ++c) pivots[c] = first_number(task->x, c);
   for (int round = task->x.dtype == F64 ? 0 : 1; round < 2; ++round) {
-    const auto sums = with_sums(*task, pivots.get(), loops_for(*task, level).moments[task->form]);
+    const auto sums = with_sums(*task, pivots.get(), loops_for(task->x.dtype == F64, level).moments[task->form]);
     for (int64_t c = 0; c < channels; ++c) {
       const double shift = sums[c] / count;  // of no numbers: 0 / 0 = NaN, as in torch
       const double variance = sums[channels + c] / count - shift * shift;
@@ -183,19 +142,19 @@ void lowtide_batch_stats(const Task* task, int64_t level) {
 }
 
 void lowtide_scale_shift_act(const Task* task, int64_t level) {
-  without_sums(*task, loops_for(*task, level).scale_shift_act[task->form][task->relu]);
+  without_sums(*task, loops_for(task->x.dtype == F64, level).scale_shift_act[task->form][task->relu]);
 }
 
 void lowtide_act_backward_sums(const Task* task, int64_t level) {
-  add_sums(*task, loops_for(*task, level).act_backward_sums[task->form][task->relu]);
+  add_sums(*task, loops_for(task->x.dtype == F64, level).act_backward_sums[task->form][task->relu]);
 }
 
 void lowtide_act_backward_accumulate(const Task* task, int64_t level) {
-  add_sums(*task, loops_for(*task, level).act_backward_accumulate[task->form][task->relu]);
+  add_sums(*task, loops_for(task->x.dtype == F64, level).act_backward_accumulate[task->form][task->relu]);
 }
 
 void lowtide_affine_add(const Task* task, int64_t level) {
-  without_sums(*task, loops_for(*task, level).affine_add[task->form][task->scale != nullptr]);
+  without_sums(*task, loops_for(task->x.dtype == F64, level).affine_add[task->form][task->scale != nullptr]);
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// What the Python side hands over: one struct for every pass. Mirrored field by field in native.py.
+// What the Python side hands over: one struct for every pass. Mirrored field by field in native_tasks.py and native_pools.py.
 #pragma once
 #include <cstdint>
 
@@ -70,4 +70,27 @@ struct MixTask {
 struct MixSlice {
   double* sums;    // (2, C)
   void* dweight;   // (whole tiles of TAPS * K, whole vectors of C), or null
+};
+
+// A norm, relu and a pool over maps in rows, see pool.h.
+struct PoolTask {
+  int64_t images, channels;
+  int64_t grid[3];    // the positions S of the map as a grid, the last axis fastest; missing axes are 1
+  int64_t pooled[3];  // the same of S2, the pool's windows
+  Map x;              // (N, C, S)
+  Map grad;           // (N, C, S2), backward: the gradient by the pool's output
+  Map out;            // forward: (N, C, S2); backward: (N, C, S), or no data
+  int32_t* choice;    // (N, S2, C), contiguous: the position in 0..S-1 that a max pool takes, -1 if relu stops its gradient
+  const void* scale;  // vectors (C,) as in Task
+  const void* shift;
+  const void* mean;
+  void* sums;  // (C,), added to
+  void* sums_x;
+};
+
+// What the loops of one pass share.
+struct PoolWork {
+  const PoolTask& task;
+  int64_t rows_per_block;  // the pooled positions are shared out in blocks by the passes with sums
+  double* partials;        // (blocks, 2, C): both sums of every block
 };
