@@ -41,6 +41,12 @@ def draw(model: SequenceModel, B: int, L: int) -> torch.Tensor:
     return torch.randn(B, L, 3, generator=generator, dtype=torch.float64).to(model.decoder.weight.dtype)
 
 
+def assert_same(state, other) -> None:
+    for own, expected in zip(state["blocks"], other["blocks"], strict=True):
+        assert torch.equal(own["late"], expected["late"])
+        assert all(torch.equal(own["layer"][name], leaf) for name, leaf in expected["layer"].items())
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sizes", ["1", "7", "64", "random"])
 @pytest.mark.parametrize("L", [1, 40, 300])
@@ -61,6 +67,7 @@ def test_chunks_equal_the_whole(name: str, sizes: str, L: int) -> None:
             assert sum(y.shape[1] for y in outputs) == max(0, fed - model.lookahead)
         y, state = model.finish(state)
         assert relative_error(torch.cat([*outputs, y], 1), want) < 1e-12
+        assert_same(state, model.chunk_state(2))
 
 
 def test_float32_follows_the_rule() -> None:

@@ -108,7 +108,7 @@ def test_size_of_the_state():
                     assert form.taps * 2 <= numbers <= 1.05 * form.taps * 2, form
 
 
-@pytest.mark.parametrize("change", ["batch", "dtype", "another filter", "strided"])
+@pytest.mark.parametrize("change", ["batch", "dtype", "another filter", "strided", "position"])
 def test_the_wrong_state_is_refused(provider, case, change):
     _, filter, u = case
     state = lean.initial_state(filter, 3)
@@ -119,9 +119,11 @@ def test_the_wrong_state_is_refused(provider, case, change):
     elif change == "another filter":
         tensors, options = make_weights(KernelForm(8, 5), H=5).arguments()
         state = lean.initial_state(lean.prepare(*tensors, **options), 3)
+    elif change == "position":
+        state["position"] = state["position"].int()
     else:
         state = map_state(lambda leaf: leaf.repeat_interleave(2, -1)[..., ::2] if leaf.dim() else leaf, state)
-    with pytest.raises(ArgumentError, match=r"expected .* state"):
+    with pytest.raises(ArgumentError, match=r"expected a (contiguous )?(state|position)"):
         lean.block(u[..., :4], state, filter)
 
 

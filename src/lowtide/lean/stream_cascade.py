@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lowtide.kernels import stream as native
+from lowtide.kernels.native import NativeKernels
 from lowtide.lean import stream_ring
 from lowtide.lean.stream_cells import CellPlan, kernel_of
 from lowtide.stream_state import State
@@ -38,6 +39,7 @@ class CellFilter:
     fingerprint: int
     offset: Tensor = field(repr=False)
     level_ends: Tensor = field(repr=False)
+    cascades: dict[NativeKernels, native.Cascade] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def channels(self) -> int:
@@ -71,16 +73,33 @@ class CellFilter:
 
     def block(self, u: Tensor, state: State) -> Tensor:
         """u (T, B, H), T >= 1 -> y (T, B, C, H), both in the filter's dtype."""
-        return block(u, state, self) if u.shape[0] > 1 else step(u[0], state, self).unsqueeze(0)
+        if u.shape[0] > 1:
+            return block(u, state, self)
+        if (provider := native.select(u)) is not None:
+            return self.cascade(provider)(u, state["ring"], state["lines"], state["position"])
+        return step(u[0], state, self).unsqueeze(0)
+
+    def cascade(self, provider: NativeKernels) -> native.Cascade:
+        """The native cascade with these coefficients, laid down at the first sample."""
+        made = self.cascades.get(provider)
+        if made is None:
+            made = self.cascades[provider] = native.Cascade(
+                provider,
+                offsets=self.offset,
+                level_ends=self.level_ends,
+                coefficients=self.coefficients,
+                widest=self.plan.widest,
+                ring_rows=self.plan.ring_rows,
+                slack=self.plan.slack,
+            )
+        return made
 
     def refresh(self, state: State) -> None:
         refresh(state, self)
 
 
 def step(u: Tensor, state: State, filter: CellFilter) -> Tensor:
-    """u (B, H) -> y (B, C, H), both in the filter's dtype."""
-    if (passes := native.select(u)) is not None:
-        return _native_block(passes, u.unsqueeze(0), state, filter).squeeze(0)
+    """u (B, H) -> y (B, C, H), both in the filter's dtype, in tensor calls."""
     plan, ring, lines = filter.plan, state["ring"], state["lines"]
     parts = 2 if plan.ramp else 1
     position = state["position"]  # index arithmetic stays on the device: no wait for its value
@@ -106,8 +125,8 @@ def step(u: Tensor, state: State, filter: CellFilter) -> Tensor:
 def block(u: Tensor, state: State, filter: CellFilter) -> Tensor:
     """u (T, B, H), any T -> y (T, B, C, H), both in the filter's dtype."""
     T, B, H = u.shape
-    t, passes = int(state["position"]), native.select(u)
-    if transform_pays(filter.plan, T, min(t, filter.taps - 1), native=passes is not None):
+    t, provider = int(state["position"]), native.select(u)
+    if transform_pays(filter.plan, T, min(t, filter.taps - 1), native=provider is not None):
         y = u.new_empty(T, B, filter.channels, H)
 
         def taps_of(features: slice) -> Tensor:
@@ -118,31 +137,12 @@ def block(u: Tensor, state: State, filter: CellFilter) -> Tensor:
         state["position"] += T
         refresh(state, filter)  # the delay lines hold what no ring of inputs does
         return y
-    if passes is not None:
-        return _native_block(passes, u, state, filter)
+    if provider is not None:
+        return filter.cascade(provider)(u, state["ring"], state["lines"], state["position"])
     y = u.new_empty(T, B, filter.channels, H)
     for start in range(0, T, filter.plan.slack):
         tile = u[start : start + filter.plan.slack]
         y[start : start + filter.plan.slack] = _short_block(tile, state, filter)
-    return y
-
-
-def _native_block(passes: native.StreamPasses, u: Tensor, state: State, filter: CellFilter) -> Tensor:
-    y = u.new_empty(*u.shape[:2], filter.channels, filter.features)
-    position = state["position"]
-    passes.cascade(
-        u.contiguous(),
-        y,
-        state["ring"],
-        state["lines"],
-        int(position),
-        offsets=filter.offset,
-        level_ends=filter.level_ends,
-        coefficients=filter.coefficients,
-        widest=filter.plan.widest,
-        slack=filter.plan.slack,
-    )
-    position += u.shape[0]
     return y
 
 

@@ -11,6 +11,7 @@ anew from the ring of inputs first: the outputs are always those of the present 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -100,23 +101,32 @@ def block_rows(u: Tensor, state: State, filter: StreamFilter) -> Tensor:
         filter.refresh(state)
     if u.shape[0] == 0:
         return u.new_empty(*u.shape[:2], filter.channels, filter.features)
+    if u.dtype is filter.dtype:
+        return filter.block(u, state)
     return filter.block(u.to(filter.dtype), state).to(u.dtype)
 
 
 def _check(state: State, u: Tensor, filter: StreamFilter) -> None:
     """A state of other shapes would be read and written beyond its end."""
     _, B, H = u.shape
-    wanted = filter.state_shapes(B)
-    found = {name: tuple(leaf.shape) for name, leaf in state.items() if leaf.dim()}
-    if found != wanted or filter.features != H:
-        expected, got = f"a state {wanted} for {B} rows of {filter.features} channels", f"{found} for {B} rows of {H}"
-        raise ArgumentError(describe(expected=expected, got=got, where="streaming", fix=_FIX))
-    for name in wanted:
-        leaf = state[name]
-        if leaf.dtype != filter.dtype or leaf.device != u.device or not leaf.is_contiguous():
-            expected = f"a contiguous state of {filter.dtype} on {u.device}"
+    if filter.features != H:
+        _refuse(f"a state for {filter.features} channels", f"{H} channels")
+    device, dtype = u.device, filter.dtype
+    for name, shape in filter.state_shapes(B).items():
+        leaf = state.get(name)
+        if leaf is None or leaf.shape != shape:
+            found = {name: tuple(leaf.shape) for name, leaf in state.items() if leaf.dim()}
+            _refuse(f"a state {filter.state_shapes(B)} for {B} rows", f"{found}")
+        if leaf.dtype is not dtype or leaf.device != device or not leaf.is_contiguous():
             got = f"{name} of {leaf.dtype} on {leaf.device}, strides {leaf.stride()}"
-            raise ArgumentError(describe(expected=expected, got=got, where="streaming", fix=_FIX))
+            _refuse(f"a contiguous state of {dtype} on {device}", got)
+    position = state["position"]
+    if position.dtype is not torch.int64 or position.device != device:
+        _refuse(f"a position of torch.int64 on {device}", f"{position.dtype} on {position.device}")
+
+
+def _refuse(expected: str, got: str) -> NoReturn:
+    raise ArgumentError(describe(expected=expected, got=got, where="streaming", fix=_FIX))
 
 
 def _fingerprint(numbers: Tensor) -> int:

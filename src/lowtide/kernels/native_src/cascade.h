@@ -89,7 +89,7 @@ void stream_columns(const Stream& task, int64_t b, int64_t h) {
   Columns<A, W> columns{task, b, h, 0, 0, {}, {}};
   for (int64_t start = 0; start < task.samples; start += task.tile) {
     const int64_t count = std::min(task.tile, task.samples - start);
-    columns.first = task.position + start;
+    columns.first = *task.position + start;
     for (int64_t t = 0; t < count; ++t)
       __builtin_memcpy(static_cast<A*>(task.ring) + (columns.first + t) % task.ring_rows * stride + column,
                        static_cast<const A*>(task.u) + (start + t) * stride + column, W * sizeof(A));

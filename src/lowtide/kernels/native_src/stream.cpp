@@ -17,8 +17,8 @@
 // What the Python side hands over, field by field as in kernels/stream.py. All tensors are contiguous and of one type.
 struct Stream {
   int64_t samples, batch, outputs, features;  // T, B, C, H
-  int64_t position;                           // of the first sample
   int64_t ring_rows, widest, levels, tile, ramp, is_double;
+  int64_t* position;          // the time of the first sample; T is added to it at the end
   const void* u;              // (T, B, H)
   void* y;                    // (T, B, C, H)
   void* ring;                 // (ring_rows, B, H)
@@ -57,6 +57,7 @@ void lowtide_stream_cascade(const Stream* task, int64_t level) {
   const int64_t grain = std::max<int64_t>(1, WORK_PER_THREAD / work);
   at::parallel_for(0, task->batch * per_row, grain,
                    [&](int64_t begin, int64_t end) { loops.run[task->ramp](*task, begin, end); });
+  *task->position += task->samples;
 }
 
 }  // extern "C"
