@@ -1,10 +1,11 @@
-"""`lowtide stream apply` and `lowtide stream pipe`: a long-convolution layer over large files, and live."""
+"""`lowtide stream apply` and `lowtide stream pipe`: long convolutions over large files, and live."""
 
 from __future__ import annotations
 
 import json as json_format
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +14,16 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lowtide.errors import ArgumentError, describe
+from lowtide.errors import ArgumentError, CheckpointError, describe
 from lowtide.measure.units import format_bytes, format_seconds, parse_bytes
+from lowtide.models import SequenceModel
+from lowtide.models.resolve import resolve_model
 from lowtide.nn import SGConv
-from lowtide.stream import apply_layer, layer_effect, load_layer, read_wav, response_effect
+from lowtide.stream import apply_layer, apply_model, layer_effect, load_layer, read_wav, response_effect
 from lowtide.stream import pipe as pipe_frames
 from lowtide.stream.arrays import parse_shape
 from lowtide.stream.budget import Tiles
+from lowtide.train.sgconv import load_trained
 
 
 def apply(
@@ -33,15 +37,18 @@ def apply(
     threads: int | None = None,
     json: bool = False,
 ) -> None:
-    """Run an SGConv layer over a file, in bounded memory; a run that was killed goes on when it is started again.
+    """Run a layer or a model over a file, in bounded memory; a run that was killed goes on when it is started again.
 
     Args:
-        model: A layer saved by lowtide.stream.save_layer (.pt), or module:factory or file.py:factory of one.
-        input: .npy of (H, L) or (B, H, L), or raw float32 with --shape.
+        model: A layer saved by lowtide.stream.save_layer (.pt); a folder or checkpoint of lowtide train sgconv; or
+            module:factory or file.py:factory of an SGConv or a SequenceModel.
+        input: .npy of (H, L) or (B, H, L) for a layer, (L, d_input) or (B, L, d_input) for a model, integers (L,) or
+            (B, L) for a model of tokens; or raw float32 (tokens: bytes) with --shape.
         output: .npy if named so, else raw; it appears when it is complete.
         memory: Bound for the arrays at work, beside the imported libraries and the weights.
         shape: Of a raw input, as 256x1000000.
-        scratch: Folder of the scratch file (channels * H * L numbers); the output's by default.
+        scratch: Folder of the scratch file (channels * H * L numbers; of a model up to 3 H L more); the output's by
+            default.
         threads: Of torch; all cores by default.
         json: Print one line of JSON at the end and no bar.
     """
@@ -49,7 +56,7 @@ def apply(
         torch.set_num_threads(threads)
     if scratch is not None and not scratch.is_dir():
         raise ArgumentError(describe(expected="an existing folder", got=str(scratch), where="--scratch"))
-    layer = _layer(model)
+    network = _network(model)
     console = Console(stderr=True, quiet=json)
     start = time.perf_counter()
 
@@ -62,7 +69,7 @@ def apply(
         )
 
     bar = Progress(
-        TextColumn("{task.description:<11}"),
+        TextColumn("{task.description:<14}"),
         BarColumn(),
         TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(),
@@ -78,8 +85,8 @@ def apply(
                 tasks[stage] = bar.add_task(stage, total=total)
             bar.update(tasks[stage], completed=done)
 
-        done = apply_layer(
-            layer,
+        run = partial(apply_layer, network) if isinstance(network, SGConv) else partial(apply_model, network)
+        done = run(
             input,
             output,
             memory_bytes=parse_bytes(memory, "--memory"),
@@ -157,11 +164,31 @@ def pipe(
 
 
 def _layer(model: str) -> SGConv:
-    if model.endswith((".pt", ".pth")) and ":" not in model:
+    if _is_layer_file(model):
         return load_layer(Path(model))
-    from lowtide.models.resolve import resolve_model  # only where a name is to be imported
-
     found, _ = resolve_model(model)
     if not isinstance(found, SGConv):
         raise ArgumentError(describe(expected="an SGConv layer", got=type(found).__name__, where=model))
     return found.eval()
+
+
+def _network(model: str) -> SGConv | SequenceModel:
+    path = Path(model)
+    if path.is_dir():
+        return load_trained(path, "cpu").model
+    if _is_layer_file(model):
+        try:
+            return load_layer(path)
+        except CheckpointError:
+            if not path.is_file():
+                raise
+            return load_trained(path, "cpu").model  # the other kind of file that lowtide writes
+    found, _ = resolve_model(model)
+    if not isinstance(found, SGConv | SequenceModel):
+        expected = "an SGConv layer or a SequenceModel"
+        raise ArgumentError(describe(expected=expected, got=type(found).__name__, where=model))
+    return found.eval()
+
+
+def _is_layer_file(model: str) -> bool:
+    return model.endswith((".pt", ".pth")) and ":" not in model

@@ -20,6 +20,7 @@ import numpy as np
 from lowtide.errors import ArgumentError, DataError, describe
 
 FLOATS = ("float16", "float32", "float64")
+TOKENS = ("uint8", "int16", "int32", "int64")
 _MAGIC = b"\x93NUMPY"
 
 
@@ -41,6 +42,18 @@ class DiskArray:
         """The array without its first axis, at `index`."""
         inner = DiskArray(self.file, self.path, self.shape[1:], self.dtype, self.offset)
         return DiskArray(self.file, self.path, self.shape[1:], self.dtype, self.offset + index * inner.nbytes)
+
+    def rows(self, start: int, stop: int) -> DiskArray:
+        """array[start:stop] of a two-dimensional array."""
+        width = self.shape[1]
+        offset = self.offset + start * width * self.dtype.itemsize
+        return DiskArray(self.file, self.path, (stop - start, width), self.dtype, offset)
+
+    def viewed(self, *shape: int) -> DiskArray:
+        """The same numbers, in order, of another shape."""
+        view = DiskArray(self.file, self.path, shape, self.dtype, self.offset)
+        assert view.nbytes == self.nbytes
+        return view
 
     def read(self, rows: slice, columns: slice) -> np.ndarray:
         """array[rows, columns] of a two-dimensional array, both slices with start and stop."""
@@ -104,11 +117,13 @@ class Sequence:
 
 
 @contextmanager
-def open_array(path: Path, shape: tuple[int, ...] | None = None, dtype: str = "float32") -> Iterator[DiskArray]:
-    """An array to read: `.npy`, or with `shape` raw numbers of `dtype`.
+def open_array(
+    path: Path, shape: tuple[int, ...] | None = None, dtype: str = "float32", kinds: tuple[str, ...] = FLOATS
+) -> Iterator[DiskArray]:
+    """An array to read: `.npy` of one of `kinds`, or with `shape` raw numbers of `dtype`.
 
     Raises:
-        DataError: no such file; not a `.npy` file; Fortran order; not floating; fewer bytes than the shape needs.
+        DataError: no such file; not a `.npy` file; Fortran order; other numbers; fewer bytes than the shape needs.
     """
     try:
         file = os.open(path, os.O_RDONLY)
@@ -116,7 +131,7 @@ def open_array(path: Path, shape: tuple[int, ...] | None = None, dtype: str = "f
         raise DataError(describe(expected="a readable file", got=error.strerror, where=str(path))) from None
     try:
         if shape is None:
-            array = _read_header(file, path)
+            array = _read_header(file, path, kinds)
         else:
             array = DiskArray(file, path, shape, np.dtype(dtype))
         found = os.fstat(file).st_size
@@ -128,9 +143,9 @@ def open_array(path: Path, shape: tuple[int, ...] | None = None, dtype: str = "f
         os.close(file)
 
 
-def _read_header(file: int, path: Path) -> DiskArray:
+def _read_header(file: int, path: Path, kinds: tuple[str, ...]) -> DiskArray:
     def refuse(got: str, expected: str = "a .npy file") -> DataError:
-        fix = "save it with numpy.save, or give --shape for raw float32"
+        fix = f"save it with numpy.save, or give --shape for raw {'bytes' if kinds == TOKENS else 'float32'}"
         return DataError(describe(expected=expected, got=got, where=str(path), fix=fix))
 
     start = os.pread(file, 12, 0)
@@ -144,8 +159,8 @@ def _read_header(file: int, path: Path) -> DiskArray:
         raise refuse(f"a damaged header ({error})") from None
     if header.get("fortran_order"):
         raise refuse("Fortran order", "an array in C order")
-    if dtype.name not in FLOATS or not dtype.isnative:
-        raise refuse(str(header["descr"]), f"numbers of {', '.join(FLOATS)}")
+    if dtype.name not in kinds or not dtype.isnative:
+        raise refuse(str(header["descr"]), f"numbers of {', '.join(kinds)}")
     return DiskArray(file, path, shape, dtype, at + size)
 
 

@@ -30,8 +30,12 @@ class Tiles:
     positions: int
 
 
-def choose_tiles(form: LayerForm, H: int, O: int, L: int, itemsize: int, memory_bytes: int) -> Tiles:
+def choose_tiles(
+    form: LayerForm, H: int, O: int, L: int, itemsize: int, memory_bytes: int, *, per_position: int = 0
+) -> Tiles:
     """The largest tiles whose arrays fit into `memory_bytes`.
+
+    per_position: numbers of a position that a model holds beside the layer's own.
 
     Raises:
         ArgumentError: not even one channel fits.
@@ -46,7 +50,7 @@ def choose_tiles(form: LayerForm, H: int, O: int, L: int, itemsize: int, memory_
     channels = 1
     while channels < min(H, MAX_TILE) and convolution_bytes(form, H, block, itemsize, channels + 1) <= usable:
         channels += 1
-    positions = max(1, min(MAX_POSITIONS, L, usable // map_bytes(form, H, O, itemsize)))
+    positions = max(1, min(MAX_POSITIONS, L, usable // (map_bytes(form, H, O, itemsize) + per_position * itemsize)))
     return Tiles(channels, block, positions)
 
 

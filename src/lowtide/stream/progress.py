@@ -7,25 +7,29 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from lowtide.errors import DataError, describe
 
-Stage = Literal["convolution", "map"]
-Report = Callable[[Stage, int, int], None]
+Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Rows of the batch before `row` are finished; of row `row`, `done` channels (or positions) of `stage` are.
+    """Rows of the batch before `row` are finished, of that one the stages before `stage`, and `done` of this one.
 
-    `run` tells this run from others: the input file, the weights, the options.
+    run: tells this run from others: the input file, the weights, the options.
+    stage: "" before the first one.
+    done: channels or positions.
     """
 
     run: str
     row: int = 0
-    stage: Stage = "convolution"
+    stage: str = ""
     done: int = 0
+
+    @property
+    def begun(self) -> bool:
+        return (self.row, self.stage) != (0, "")
 
     def write(self, path: Path) -> None:
         beside = path.with_name(f"{path.name}.partial")
