@@ -1,7 +1,7 @@
 """lowtide: train the same network with the same gradients in a fraction of the peak memory, and prove it.
 
-Importing it touches no GPU, compiles nothing and needs no optional package. `lowtide.convert`, `lowtide.verify` and
-`lowtide.measure` are functions; their packages' other names come by `from lowtide.verify import ...`.
+Importing it touches no GPU, compiles nothing and needs no optional package. `lowtide.convert`, `lowtide.verify`,
+`lowtide.measure` and `lowtide.plan` are functions; other names: `from lowtide.verify import ...`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import distributed
 from lowtide.convert import ConversionReport, convert, restore
 from lowtide.errors import LowtideError
 from lowtide.measure import Measurement, measure
+from lowtide.plan import Plan, plan
 from lowtide.verify import ParityReport, verify
 
 __all__ = [
@@ -20,9 +21,11 @@ __all__ = [
     "LowtideError",
     "Measurement",
     "ParityReport",
+    "Plan",
     "__version__",
     "convert",
     "measure",
+    "plan",
     "restore",
     "verify",
 ]

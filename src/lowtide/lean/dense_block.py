@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowtide.kernels import Kernels, Normed, accumulation_dtype, select
+from lowtide.kernels import Kernels, Normed, accumulation_dtype, alike, select
 from lowtide.lean import dropout
 from lowtide.lean.batch_norm import Affine, Moments, affine, batch_moments, correction, update_running
 from lowtide.lean.maps import (
@@ -201,7 +201,7 @@ def bottleneck(tools: Tools, x: Tensor, at: Affine, conv: Convolution, h: Tensor
     if tools.kernels.fuses_mix(x, h):
         tools.kernels.norm_act_mix(x, at.scale, at.shift, weight, h)
     else:
-        for images, positions in position_tiles(n, s, c * weight.element_size(), tools.budget):
+        for images, positions in alike(position_tiles(n, s, c * weight.element_size(), tools.budget)):
             part = x[images, :, positions]
             z = tools.scratch("z", *part.shape, rows=tools.bottleneck_rows)
             tools.kernels.scale_shift_act(part, at.scale, at.shift, "relu", z)
@@ -218,7 +218,7 @@ def grow(tools: Tools, x: Tensor, at: Affine, conv: Convolution, new: Tensor) ->
         tools.kernels.norm_act_conv(x, at.scale, at.shift, weight, tools.spatial, new)
         return
     bias = None if conv.bias is None else conv.bias.detach().to(tools.dtype)
-    for images in image_tiles(n, c * s * weight.element_size(), tools.budget):
+    for images in alike(image_tiles(n, c * s * weight.element_size(), tools.budget)):
         part = x[images]
         a = tools.scratch("z", *part.shape, rows=is_rows(x))
         tools.kernels.scale_shift_act(part, at.scale, at.shift, "relu", a)
@@ -330,7 +330,7 @@ class _LayerBackward:
                     dweight=dweight,
                 )  # fmt: skip
                 continue
-            for sub, positions in position_tiles(da.shape[0], da.shape[2], n_bytes, self.tools.budget):
+            for sub, positions in alike(position_tiles(da.shape[0], da.shape[2], n_bytes, self.tools.budget)):
                 dh = da[sub, :, positions]
                 self.tools.kernels.affine_add_(dh, at2.scale, h_part[sub, :, positions], slope, offset)
                 part = x[sub, :, positions]

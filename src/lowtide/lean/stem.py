@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from lowtide.errors import ArgumentError, describe
-from lowtide.kernels import select
+from lowtide.kernels import alike, select
 from lowtide.kernels.pools import max_pooled
 from lowtide.lean.batch_norm import Moments, affine, batch_moments, check_count, correction, update_running
 from lowtide.lean.maps import (
@@ -116,7 +116,7 @@ def _forward(parts: Stem, dtype: torch.dtype, x: Tensor, channels_last: bool) ->
         update_running(parts.norm, moments)
         out = new_images(y, (*y.shape[:2], *max_pooled(spatial)), channels_last=channels_last, dtype=dtype)
         pooled = out.flatten(2)
-        for images in _tiles(y):
+        for images in alike(_tiles(y)):
             part = pooled[images]
             tile = part if is_rows(part) == is_rows(y) else new_map(y, *part.shape, rows=is_rows(y), dtype=dtype)
             kernels.norm_act_max_pool(y[images], at.scale, at.shift, spatial, tile)
@@ -162,7 +162,7 @@ class _Stem(torch.autograd.Function):
             grad = in_form_of(y, grad_out.flatten(2).to(ctx.dtype))
             choice = new_map(y, *grad.shape, rows=is_rows(y), dtype=torch.int32)
             sums, sums_x = torch.zeros_like(at.scale), torch.zeros_like(at.scale)
-            for images in _tiles(y):
+            for images in alike(_tiles(y)):
                 part, part_x = kernels.norm_act_max_pool_sums(
                     grad[images], y[images], at.scale, at.shift, at.mean, spatial, choice[images]
                 )
@@ -176,7 +176,7 @@ class _Stem(torch.autograd.Function):
             slope = zero if fix.slope is None else fix.slope
             offset = zero if fix.offset is None else fix.offset
             dy = torch.empty_like(y) if ctx.keep else y  # a kept y may be needed again
-            for images in _tiles(y):
+            for images in alike(_tiles(y)):
                 kernels.norm_act_max_pool_backward(
                     grad[images], y[images], choice[images], at.scale, slope, offset, spatial, dy[images]
                 )

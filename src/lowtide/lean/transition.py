@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lowtide.kernels import accumulation_dtype
+from lowtide.kernels import accumulation_dtype, alike
 from lowtide.kernels.pools import average_pooled
 from lowtide.lean.batch_norm import Affine, correction
 from lowtide.lean.dense_block import Corrections, Put, Tools, Want
@@ -32,7 +32,7 @@ def transition_forward(tools: Tools, features: Tensor, at: Affine, parts: Transi
     size = average_pooled(tools.spatial)
     y = new_images(features, (len(features), len(weight), *size), channels_last=tools.plain_rows, dtype=tools.dtype)
     out = y.view(*y.shape[:2], -1) if y.numel() else y.flatten(2)
-    for images in _pool_tiles(tools, features):
+    for images in alike(_pool_tiles(tools, features)):
         _mix(tools, weight, _pooled(tools, features[images], at), out[images])
     if parts.conv.bias is not None:
         out += parts.conv.bias.detach().to(out.dtype)[:, None]
@@ -60,7 +60,7 @@ def transition_backward(
     sums, sums_x = torch.zeros_like(at.scale), torch.zeros_like(at.scale)
     weight_t = weight.t().contiguous()
     dy = grad_out.flatten(2)
-    for images in _pool_tiles(tools, features):
+    for images in alike(_pool_tiles(tools, features)):
         x = features[images]
         dy_part = in_form_of(x, dy[images].to(tools.dtype))
         if dweight is not None:
@@ -82,7 +82,7 @@ def transition_backward(
 def head_forward(tools: Tools, features: Tensor, at: Affine) -> Tensor:
     """Mean over positions of relu(batch norm of F): (N, C)."""
     y = features.new_empty(features.shape[:2])
-    for images in _tiles(tools, features):
+    for images in alike(_tiles(tools, features)):
         z = _activated(tools, features[images], at, dtype=features.dtype)
         torch.mean(z, 2, out=y[images])
     return y
@@ -105,7 +105,7 @@ def head_backward(
     if grad is None and not want(slot.norm.weight) and not want(slot.norm.bias):
         return
     sums, sums_x = torch.zeros_like(at.scale), torch.zeros_like(at.scale)
-    for images in _tiles(tools, features):
+    for images in alike(_tiles(tools, features)):
         x = features[images]
         dz = torch.empty_like(x)
         dz.copy_((grad_out[images] / x.shape[2])[:, :, None])

@@ -127,7 +127,7 @@ def inside_bytes(call: Operation) -> int:
     if images <= most:
         return _measured(call)
     if per_image > LARGEST_BYTES:
-        return call.nbytes
+        return call.nbytes  # too large to be tried: a copy of every argument
     low, high = max(1, most // 2), max(2, most)
     at_low, at_high = _measured(call.with_images(low)), _measured(call.with_images(high))
     return max(0, at_low + (at_high - at_low) * (images - low) // (high - low))

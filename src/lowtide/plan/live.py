@@ -28,6 +28,7 @@ from lowtide.plan.quick import answer
 
 NEAR_BYTES = 2**22
 START = ""  # the place before the first part with a level
+AFTER = "after "  # the place behind a part: this and the part's name
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class Recording:
     work: dict[str, Work] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)  # places in the order of the forward
     forward_end: int = 0
+    random_states: int = 0  # bytes kept in ordinary tensors, which no operator makes; not in `live`
 
 
 class Recorder(TorchDispatchMode):
@@ -139,7 +141,7 @@ class Recorder(TorchDispatchMode):
             order = self.recording.order
             if part is None:
                 # what has no level belongs to the gap behind the last part
-                place = order[-1] if order[-1] == START or order[-1].startswith("after ") else f"after {order[-1]}"
+                place = order[-1] if order[-1] == START or order[-1].startswith(AFTER) else AFTER + order[-1]
             else:
                 place = part
             if place not in self.recording.work:
@@ -174,21 +176,25 @@ Recorder.__torch_dispatch__ = Recorder._answer  # pyright: ignore
 
 
 def as_on_the_cpu(func: Any, args: Any, result: Any) -> Any:
-    """The result in the memory order that the CPU's operator gives it, where the fake one's is another.
+    """The result with the memory order and dtypes that the CPU's operator gives it, where the fake one's are others.
 
-    Batch norm of a transposed map answers in plain order, or channels_last: later steps depend on that.
+    Batch norm of a transposed map answers in plain order, or channels_last: later steps depend on that. Of a map in
+    half precision with a float32 weight it keeps moments in float32.
     """
-    places = _NORMS.get(func)
-    if places is None or result[0] is None or result[0].device.type != "cpu":
+    place = _NORMS.get(func)
+    if place is None or result[0] is None or result[0].device.type != "cpu":
         return result
-    like = args[places]
+    like, weight = args[place], args[place + 1]
+    first, *others = result
     order = torch.contiguous_format
     for dims, channels_last in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         if like.dim() == dims and not like.is_contiguous() and like.is_contiguous(memory_format=channels_last):
             order = channels_last
-    if result[0].is_contiguous(memory_format=order):
-        return result
-    return (torch.empty_like(result[0], memory_format=order), *result[1:])
+    if not first.is_contiguous(memory_format=order):
+        first = torch.empty_like(first, memory_format=order)
+    if weight is not None and weight.dtype != like.dtype:
+        others = [None if t is None else torch.empty_like(t, dtype=weight.dtype) for t in others]
+    return (first, *others)
 
 
 # which argument decides the order of the first result

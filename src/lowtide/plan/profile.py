@@ -11,12 +11,10 @@ touch at their borders, so the sum is good to a transient; the levels chosen by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 
-from lowtide.levels import Level
 from lowtide.plan.inside import inside_bytes
-from lowtide.plan.live import START, Recording, Work
+from lowtide.plan.live import AFTER, Recording, Work
 
 
 @dataclass
@@ -52,7 +50,9 @@ def peak_of(recording: Recording) -> Peak:
     in_backward = when >= recording.forward_end
     gradients = {id(s) for s in recording.gradients}
     kept = [s for s in recording.kept if id(s) not in gradients]
-    return Peak(most, alive(recording.gradients) if in_backward else 0, alive(kept), in_backward)
+    gradient_bytes = alive(recording.gradients) if in_backward else 0
+    states = recording.random_states  # alive for most of the step; counted as if for all of it
+    return Peak(most + states, gradient_bytes, alive(kept) + states, in_backward)
 
 
 def shares_of(recording: Recording) -> dict[str, Share]:
@@ -92,32 +92,14 @@ def _highest(recording: Recording, times: object, least: int) -> tuple[int, int]
     return most, when
 
 
-class Mixer:
-    """Peaks and times of mixtures, from recordings with all parts at one level."""
-
-    def __init__(self, order: list[str], shares: Mapping[Level, Mapping[str, Share]]) -> None:
-        self._order, self._shares = order, shares
-
-    def share(self, place: str, levels: Mapping[str, Level]) -> Share:
-        """A place without a level of its own is as in the recording of the part before it."""
-        part = place.removeprefix("after ")
-        level = levels[part] if part in levels else next(iter(levels.values()), None)
-        return Share() if level is None else self._shares[level].get(place, Share())
-
-    def peak(self, levels: Mapping[str, Level]) -> int:
-        most = before = 0
-        for place in self._order:
-            share = self.share(place, levels)
-            most = max(most, before + share.rest)
-            before += share.kept
-        return most
-
-    def work(self, levels: Mapping[str, Level]) -> Work:
-        total = Work()
-        for place in self._order:
-            work = self.share(place, levels).work
-            total = Work(*(a + b for a, b in zip(astuple(total), astuple(work), strict=True)))
-        return total
+def part_of(place: str) -> str:
+    """The part whose level a place has: its own, or that of the part in front of it."""
+    return place.removeprefix(AFTER)
 
 
-__all__ = ["START", "Mixer", "Peak", "Share", "peak_of", "shares_of"]
+def total_work(recording: Recording) -> Work:
+    """The work of all places."""
+    total = Work()
+    for work in recording.work.values():
+        total = Work(*(a + b for a, b in zip(astuple(total), astuple(work), strict=True)))
+    return total

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeCopyMode,
+    FakeTensor,
     FakeTensorMode,
 )
-from torch.optim import SGD, AdamW
 from torch.utils._pytree import tree_map
 
 from lowtide.errors import ArgumentError, LowtideError, UnsupportedError, describe
@@ -29,6 +29,7 @@ from lowtide.kernels import shapes_only
 from lowtide.levels import Level
 from lowtide.measure.call import ResultGradient, differentiable, tensors_in
 from lowtide.plan.live import Recorder, Recording
+from lowtide.plan.optimizers import MakeOptimizer
 from lowtide.plan.parts import Part, parameter_parts, set_levels, spread
 
 Loss = Callable[[Any], Tensor]
@@ -52,7 +53,7 @@ class Simulation:
         if not model.training:
             self.model.train()
         self._inputs, self._parts, self._loss = tuple(inputs), parts, loss
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     @property
     def state(self) -> list[Tensor]:
@@ -71,7 +72,7 @@ class Simulation:
             if batch is not None and shape and shape[0] == size:
                 shape[0] = batch
                 stride[0] = max([s * n for s, n in zip(stride[1:], shape[1:], strict=True)], default=1)
-            device = self._device if value.is_meta else value.device
+            device = self.device if value.is_meta else value.device
             made = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
             return made.requires_grad_(value.requires_grad)
 
@@ -92,6 +93,7 @@ class Simulation:
         with _undisturbed(), self._mode, shapes_only(recorder), recorder:
             result = self._forward(inputs, autocast)
             recorder.end_forward()
+            recorder.recording.random_states = _ordinary_bytes(result)
             self._backward(result)
         gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
         recorder.recording.gradients = [stored for stored in map(recorder.find, gradients) if stored is not None]
@@ -99,7 +101,7 @@ class Simulation:
         return recorder.recording
 
     def _forward(self, inputs: tuple[Any, ...], autocast: torch.dtype | None) -> Any:
-        cast = contextlib.nullcontext() if autocast is None else torch.autocast(self._device.type, autocast)
+        cast = contextlib.nullcontext() if autocast is None else torch.autocast(self.device.type, autocast)
         try:
             with cast:
                 result = self.model(*inputs)
@@ -140,13 +142,13 @@ class Simulation:
         assert isinstance(start, Tensor)
         start.backward(start.detach())
 
-    def optimizer(self, name: str | None) -> tuple[int, int]:
+    def optimizer(self, make: MakeOptimizer | None) -> tuple[int, int]:
         """Bytes of the optimiser's state, and what its step takes beside parameters, gradients and state.
 
         torch's own optimiser makes two steps; on the CPU it takes the parameters one by one: the largest one decides.
         """
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        if name is None or not trained:
+        if make is None or not trained:
             return 0, 0
         largest = max(trained, key=lambda p: p.numel())
         sample = [largest] if largest.device.type == "cpu" else trained
@@ -154,12 +156,9 @@ class Simulation:
             parameters = [nn.Parameter(torch.empty_like(p)) for p in sample]
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
-            optimizer = (
-                SGD(parameters, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
-                if name == "sgd"
-                else AdamW(parameters, 1e-3)
-            )
-            recorder = Recorder(self._mode, {}, [*parameters, *(p.grad for p in parameters if p.grad is not None)])
+            optimizer = make(parameters)
+            before = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+            recorder = Recorder(self._mode, {}, before)
             recorder.answers_item = True
             with recorder:
                 optimizer.step()
@@ -167,11 +166,28 @@ class Simulation:
                 optimizer.step()
         state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)]
         held = sum(t.untyped_storage().nbytes() for t in state)
-        peak = max(recorder.recording.live[end:])
-        for_each = [sum(t.untyped_storage().nbytes() for t in state if t.dim() == 0) // len(parameters)]
-        per_byte = (held - for_each[0] * len(parameters)) / sum(p.untyped_storage().nbytes() for p in parameters)
+        peak = max(recorder.recording.live[end:], default=held)
+        scalars = sum(t.untyped_storage().nbytes() for t in state if t.dim() == 0) // len(parameters)
+        per_byte = (held - scalars * len(parameters)) / sum(p.untyped_storage().nbytes() for p in parameters)
         total = sum(p.numel() * p.element_size() for p in trained)
-        return round(per_byte * total) + for_each[0] * len(trained), peak - held
+        return round(per_byte * total) + scalars * len(trained), max(0, peak - held)
+
+
+def _ordinary_bytes(result: Any) -> int:
+    """Bytes of what the graph of a result keeps that is no fake tensor: states of random generators, for dropout."""
+    pending = [tensor.grad_fn for tensor in differentiable(result)]
+    seen: set[Any] = set(pending)
+    found: dict[int, int] = {}
+    while pending:
+        node: Any = pending.pop()
+        for tensor in getattr(node, "saved_tensors", ()):
+            if tensor is not None and not isinstance(tensor, FakeTensor):
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+        following = {below for below, _ in node.next_functions if below is not None} - seen
+        seen |= following
+        pending += following
+    return sum(found.values())
 
 
 @contextlib.contextmanager
