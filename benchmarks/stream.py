@@ -5,7 +5,7 @@ at a time: lowtide's cascade, a direct dot product over a ring of all the taps, 
 (`PartitionFilter`), whose dear tokens come at the ends of partitions: its mean and its worst token are put
 together from the measured parts, as one period is 131,072 tokens. The worst of the others is the slowest of the
 run. Beside them a step of the whole layer, and the same token early and late in one stream; and, to tell the machine's
-own interruptions from ours, one sum over as many numbers of a large buffer as a token reads of the ring.
+own interruptions from ours, one sum over as many numbers of a large buffer as a token reads of ring and coefficients.
 
 Case `block`: seconds per sample in blocks, for a long and a short kernel; beside the short one the forward by FFT.
 
@@ -145,12 +145,12 @@ def token(quick: bool) -> list[Figure]:
         return figure_of("token", name, seconds_of(step, repeats), carried)
 
     assert isinstance(filter, CellFilter)
-    read = witness(filter.plan.level_ends[-1] * H)
+    read = witness(3 * filter.plan.level_ends[-1] * H)
     rounds = [
         [
             measure("lowtide", lambda: stream_block_rows(u, state, filter), bytes_of(state), many),
             measure("lowtide, whole layer", lambda: layer.step(u[0], layer_state), bytes_of(layer_state), many),
-            measure("a sum over what a token reads of the ring", read, 0, many),
+            measure("a sum over as many numbers as a token reads", read, 0, many),
             measure("direct dot product over a ring", direct_step, direct_bytes, few),
         ]
         for _ in range(1 if quick else 3)  # in turns; of each contender the round with the middle median counts

@@ -238,6 +238,23 @@ def test_generated_bytes_and_their_logits(trained: Path, capfd: pytest.CaptureFi
     assert torch.equal(want[0, 8:-1].argmax(-1), tokens[0, 9:])
 
 
+@pytest.mark.parametrize("model", ["run", "run/last.pt"])
+def test_logits_of_a_whole_file(trained: Path, capfd: pytest.CaptureFixture[str], model: str) -> None:
+    """`stream apply` with the run's folder or its checkpoint, on the bytes of a text."""
+    command = ["stream", "apply", "--model", model, "--input", "part.txt", "--shape", "700", "--output", "logits.npy"]
+    content = (trained / "text.txt").read_bytes()[:700]
+    (trained / "part.txt").write_bytes(content)
+    with contextlib.chdir(trained):
+        assert cli.run([*command, "--json"]) == 0
+        assert json.loads(capfd.readouterr().out)["shape"] == [700, 256]
+        got = torch.from_numpy(np.load("logits.npy"))
+        assert cli.run([*command[:3], "text.txt", *command[4:]]) == 2
+        assert capfd.readouterr().err.count("\n") == 1
+    network = load_trained(trained / "run").model.double()
+    with torch.no_grad():
+        assert relative_error(got, network(torch.tensor([list(content)]))[0]) < 1e-6
+
+
 def run_for_bytes(arguments: list[str]) -> bytes:
     """What the command writes to standard output."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")

@@ -129,7 +129,10 @@ def test_two_layers_deep_rows_start_at_different_times():
 
 CHANGES = {
     "optimiser": lambda layer: torch.optim.SGD(layer.parameters(), lr=0.5).step(),
+    "fused optimiser": lambda layer: torch.optim.AdamW(layer.parameters(), lr=0.5, fused=True).step(),
+    "foreach optimiser": lambda layer: torch.optim.Adam(layer.parameters(), lr=0.5, foreach=True).step(),
     "in place": lambda layer: layer.kernel_list[0].detach().mul_(-2),
+    "under no_grad": lambda layer: torch.no_grad()(lambda: layer.kernel_list[0].mul_(-2))(),
     "replaced": lambda layer: layer.kernel_list.__setitem__(1, nn.Parameter(torch.ones_like(layer.kernel_list[1]))),
     "norm": lambda layer: layer.kernel_norm.mul_(0.5),
     "skip": lambda layer: layer.D.detach().add_(1.0),
@@ -152,6 +155,27 @@ def test_changed_weights_are_used_at_once(change):
         want = layer(u)
     assert relative_error(before, want) > 1e-3
     assert relative_error(streamed(layer, u[..., 150:], state, [1] * 5 + [45]), want[..., 150:]) < 1e-12
+
+
+@pytest.mark.parametrize("decay", ["scale", "power"])
+def test_moved_to_another_dtype(decay):
+    """Coefficients and new states are of the dtype that the layer has now; an old state is refused."""
+    layer = make_layer(decay=decay)
+    u = draw(layer, 1, 200)
+    old = layer.initial_state(1)
+    streamed(layer, u, old, [200])
+    layer.to(torch.float32)
+    state = layer.initial_state(1)
+    assert state["ring"].dtype == torch.float32
+    oracle = copy.deepcopy(layer).double()
+    with torch.no_grad():
+        want, plain = oracle(u), layer(u.float())
+    got = streamed(layer, u.float(), state, [1] * 5 + [195])
+    assert relative_error(got, want) <= 2 * relative_error(plain, want) + 4 * torch.finfo(torch.float32).eps
+    with pytest.raises(ArgumentError, match=r"a contiguous state of torch\.float32"):
+        layer.prefill(u.float(), old)
+    layer.to(torch.float64)
+    assert relative_error(streamed(layer, u, layer.initial_state(1), [200]), want) < 1e-12
 
 
 def test_a_parameter_that_takes_the_place_of_a_freed_one():

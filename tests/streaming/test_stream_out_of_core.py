@@ -265,6 +265,23 @@ def test_high_water_stays_within_the_memory(large, provider, memory_mib):
     assert relative_error(torch.from_numpy(np.load(folder / "y.npy")), want) < 1e-6
 
 
+def test_one_state_at_a_time(tmp_path, monkeypatch):
+    """Where states are nearly all of the memory: 2^19 taps, both directions, several tiles of channels."""
+    monkeypatch.setenv("LOWTIDE_KERNELS", "native")
+    save_layer(make_layer(32, 2**19, torch.float32, kernel_dim=32, bidirectional=True), tmp_path / "layer.pt")
+    save_layer(make_layer(2, 100, torch.float32), tmp_path / "small.pt")
+    save_input(tmp_path / "s.npy", 2, 100)
+    save_input(tmp_path / "x.npy", 32, 20_000, dtype=np.float32)
+    done = subprocess.run(
+        [sys.executable, "-c", HIGH_WATER, str(64 * MIB)],
+        cwd=tmp_path, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    channels, high_water = map(int, done.stdout.split())
+    assert 2 * channels * 2**19 * 4 > 56 * MIB
+    assert channels < 32
+    assert channels * 2**19 * 4 <= high_water <= 56 * MIB
+
+
 def test_mistakes_on_the_command_line_are_one_line(tmp_path):
     for arguments in (
         ["apply", "--model", "absent.pt", "--input", "x.npy", "--output", "y.npy"],

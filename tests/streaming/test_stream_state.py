@@ -108,6 +108,45 @@ def test_size_of_the_state():
                     assert form.taps * 2 <= numbers <= 1.05 * form.taps * 2, form
 
 
+def test_size_of_the_state_of_partitions():
+    """At most 1.5 numbers per tap and channel, and 192 more."""
+    for taps in (1, 63, 64, 65, 100, 128, 129, 1000, 1023, 1024, 4096, 5000, 65_537, 2**17):
+        filter = lean.prepare_taps(torch.ones(1, 1, taps))
+        numbers = sum(leaf.numel() for leaf in lean.initial_state(filter, 1).values() if leaf.dim())
+        assert taps <= numbers <= 1.5 * taps + 192, taps
+
+
+@pytest.mark.parametrize("taps", [4096, 5000, 32_768])
+def test_the_dearest_token_of_partitions(monkeypatch, taps):
+    """Every n_max samples transforms of at most 4 K numbers per channel, every 64 samples fewer, none at the others."""
+    filter = lean.prepare_taps(torch.randn(1, 1, taps, generator=torch.Generator().manual_seed(0)))
+    state = lean.initial_state(filter, 1)
+    transformed = 0
+    forward, backward = torch.fft.rfft, torch.fft.irfft
+
+    def count(transform):
+        def counted(x, n=None, **options):
+            nonlocal transformed
+            transformed += x.shape[-1] if n is None else n
+            return transform(x, n=n, **options)
+
+        return counted
+
+    monkeypatch.setattr(torch.fft, "rfft", count(forward))
+    monkeypatch.setattr(torch.fft, "irfft", count(backward))
+    longest, costs = taps // 8, []
+    longest = 64 * 2 ** ((longest // 64).bit_length() - 1)
+    for _ in range(2 * longest):
+        transformed = 0
+        lean.step(torch.ones(1, 1), state, filter)
+        costs.append(transformed)
+    dearest = [index + 1 for index, cost in enumerate(costs) if cost == max(costs)]
+    assert dearest == [longest, 2 * longest]
+    assert taps < max(costs) <= 4 * taps
+    assert all((cost > 0) == ((index + 1) % 64 == 0) for index, cost in enumerate(costs))
+    assert sum(costs) / len(costs) < 64 * (taps.bit_length() - 6)
+
+
 @pytest.mark.parametrize("change", ["batch", "dtype", "another filter", "strided", "position"])
 def test_the_wrong_state_is_refused(provider, case, change):
     _, filter, u = case

@@ -72,7 +72,7 @@ def initial_state(filter: StreamFilter, batch_size: int) -> State:
     """Nothing heard yet.
 
     Cells: ring (K - 1 + slack, B, H) and lines (2 R - 2, B, C, H), together at most 1.05 K numbers per input channel.
-    Partitions: ring and pending results, 1.5 K.
+    Partitions: ring and pending results, at most 1.5 K + 192.
     """
     state: State = {
         name: torch.zeros(shape, dtype=filter.dtype, device=filter.device)

@@ -49,7 +49,8 @@ class StreamingSGConv:
         return self.form.kernel.taps if self.form.bidirectional else 0
 
     def initial_state(self, batch_size: int) -> State:
-        """The state of a stream that has heard nothing: at most 1.05 numbers per tap and feature (power decays: 1.5).
+        """The state of a stream that has heard nothing: at most 1.05 numbers per tap and feature (power decays: 1.5,
+        and 192 more per feature).
 
         Two-sided: twice as many taps, so twice as large.
         """

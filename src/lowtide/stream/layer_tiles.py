@@ -21,13 +21,21 @@ DTYPES = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float6
 
 def convolve(layer: SGConv, u: Sequence, p: Sequence, L: int, features: slice, block: int) -> None:
     """Convolution and skip of some features of u (H, L), whatever p (channels * H, L) holds there before."""
+    _convolve_forward(layer, u, p, L, features, block)
+    if layer.form.bidirectional:
+        _convolve_reverse(layer, u, p, L, features, block)
+
+
+# one after the other, so that never two states, each as long as the kernel, are in memory
+def _convolve_forward(layer: SGConv, u: Sequence, p: Sequence, L: int, features: slice, block: int) -> None:
     filter = _filter(layer, features, reverse=False)
     state = stream_state(filter, 1)
     for start in range(0, L, block):
         times = slice(start, min(start + block, L))
         _write(layer, p, stream_block_rows(_read(layer, u, features, times), state, filter), features, times)
-    if not layer.form.bidirectional:
-        return
+
+
+def _convolve_reverse(layer: SGConv, u: Sequence, p: Sequence, L: int, features: slice, block: int) -> None:
     filter = _filter(layer, features, reverse=True)
     state = stream_state(filter, 1)
     last = torch.zeros(1, 1, layer.form.channels, features.stop - features.start, dtype=layer.D.dtype)
