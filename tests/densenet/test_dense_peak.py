@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from dense_runs import LEAN_LEVELS
+from torch.autograd.profiler import record_function
 
 import lowtide
 from lowtide.lean.maps import tile_bytes
+from lowtide.measure.allocations import FORWARD, record
 from lowtide.models import DenseNet
+from lowtide.nn import DenseBlock
 
 N, SIZE, K, B, C0 = 16, 32, 12, 4, 24
 CONFIG = (8, 8)
@@ -52,3 +55,22 @@ def test_peak_is_features_gradient_and_two_bottleneck_maps(measured):
     bottlenecks = sum(8 * B * K * _channel(SIZE // 2**i) for i in range(2))
     assert measured["pointwise"].peak_bytes <= bound + bottlenecks
     assert measured["none"].peak_bytes > 2 * bound, "the bound would not tell plain from lean"
+
+
+@pytest.mark.parametrize("level", LEAN_LEVELS)
+def test_gradients_have_their_memory_before_any_scratch(level):
+    """A gradient between scratch of the same backward would keep malloc from giving the pages around it back."""
+    torch.manual_seed(0)
+    block = DenseBlock(8, C0, B, K, recompute=level)
+    x = torch.randn(N, C0, SIZE, SIZE)
+    with record(torch.device("cpu")) as recorder:
+        with record_function(FORWARD):
+            y = block(x)
+        y.sum().backward()
+    trace = recorder.trace
+    weights = sorted((p.numel() * 4 for p in block.parameters()), reverse=True)
+    outliving = [a.index for a in trace.alive_after(len(trace.live_bytes) - 1) if "SegmentBackward" in a.operator]
+    passing = [a for a in trace.allocations if "SegmentBackward" in a.operator and a.freed is not None]
+    scratch = [a.index for a in passing if a.nbytes > weights[0]]
+    assert len(outliving) == len(weights)
+    assert max(outliving) < min(scratch)

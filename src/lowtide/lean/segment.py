@@ -274,13 +274,17 @@ def _backward(
     slots, tail_slot = call.template
     needs = ctx.needs_input_grad[3:]
     grads: list[Tensor | None] = [None] * len(needs)
+    # before anything short-lived: gradients among scratch would keep malloc from giving its pages back
+    room = [torch.empty_like(t) if need else None for t, need in zip(tensors, needs, strict=True)]
 
     def want(slot: object) -> bool:
         return isinstance(slot, Slot) and needs[slot.index]
 
     def put(slot: object, value: Tensor) -> None:
         assert isinstance(slot, Slot)
-        grads[slot.index] = value.to(tensors[slot.index].dtype)
+        held = room[slot.index]
+        assert held is not None, "nobody asked for this gradient"
+        grads[slot.index] = held.copy_(value)
 
     n, c0, *spatial = ctx.shape
     channels = c0 + sum(layer.growth for layer in layers)
