@@ -193,6 +193,14 @@ def test_refusals():
         SequenceModel(1, 1, 1, 1, 1, kernel_dimm=3)
     with pytest.raises(ArgumentError, match=r"\(B, L, 3\)"):
         model_of()(torch.randn(2, 17, 4, dtype=torch.float64))
+    x = torch.randn(2, 17, 3, dtype=torch.float64)
+    with pytest.raises(
+        ArgumentError, match=r"SequenceModel\(lengths=\): expected integers \(2,\), one per row, got \(3,\) int64"
+    ):
+        model_of()(x, torch.tensor([1, 2, 3]))
+    for lengths in (None, torch.tensor([1, 2])):
+        with pytest.raises(ArgumentError, match="'right', 'left'"):
+            model_of()(x, lengths, "up")
 
 
 FIXED = {"decay": "power_fixed", "decay_min": 1.0, "decay_max": 1.0, "dropout": 0.2, "tie_dropout": True}

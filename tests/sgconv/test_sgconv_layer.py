@@ -234,6 +234,13 @@ def test_allocated_peak_falls_from_level_to_level():
     assert peaks["layer"] <= 3 + workspace
     assert peaks["pointwise"] <= 4 + workspace
 
+    def inference(x):
+        with torch.no_grad():
+            layer(x)
+
+    layer.set_recompute("pointwise")
+    assert 1 <= measure(inference, u.detach(), repeats=1).peak_bytes / unit <= 1 + workspace - 0.5
+
 
 def test_nothing_is_kept_without_grad_and_for_frozen_inputs_only_what_is_needed():
     layer = make(H=16, l_max=256)
@@ -380,6 +387,7 @@ def test_a_level_changed_between_two_steps_leaves_the_curve_alone():
         (torch.zeros(2, 6, 8), {"lengths": torch.tensor([1, 2, 3])}, r"integers \(2,\)"),
         (torch.zeros(2, 6, 8), {"lengths": torch.tensor([1.0, 2.0])}, "integers"),
         (torch.zeros(2, 6, 8), {"lengths": torch.tensor([1, 2]), "padding_side": "up"}, "'right', 'left'"),
+        (torch.zeros(2, 6, 8), {"padding_side": "up"}, "'right', 'left'"),
     ],
 )
 def test_refused_inputs_are_named_in_one_line(u, keywords, message):

@@ -69,7 +69,7 @@ def test_overlap_save_equals_the_sum_written_out(save_everywhere, L, K, R, C, ti
     check_against_sum(L, K, R, C, tile_bytes)
 
 
-@pytest.mark.parametrize("L", [1009, 4095, 4096, 4097, 65537])
+@pytest.mark.parametrize("L", [127, 1009, 4095, 4096, 4097, 65537])
 def test_long_lengths_against_the_plain_form_in_float64(L):
     u, k, skip, k_reverse = make(L, L, R=L, B=1, H=2)
     inputs = [u, k, skip, k_reverse]

@@ -143,6 +143,8 @@ def test_constants_stay_in_float32_through_casts_and_follow_into_float64():
     y = half(u)
     assert y.dtype == torch.float16
     assert_near(y, copy.deepcopy(half).float()(u.float()), 2e-3)
+    half.refresh_norm()  # made in float32 from the rounded pieces
+    torch.testing.assert_close(half.kernel_norm, start.kernel_norm, rtol=1e-3, atol=0)
     fixed = SGConv(4, 32, decay="power_fixed", decay_min=0.3, decay_max=0.7).bfloat16()
     assert fixed.decay is not None
     assert fixed.decay.dtype == torch.float32

@@ -165,6 +165,5 @@ def _irregular_gradient(grad: Tensor, d: int, scale: Scale, form: KernelForm) ->
     whole = per_cell(wide)
     upper = per_cell(wide.mul_(fraction) if wide is not grad else wide * fraction)
     result = whole - upper
-    result[..., 1:] += upper[..., :-1]
-    result[..., -1] += upper[..., -1]
+    result[..., 1:] += upper[..., :-1]  # behind the last number there is no fraction
     return result.to(grad.dtype)

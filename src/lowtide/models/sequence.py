@@ -17,8 +17,9 @@ from lowtide.errors import ArgumentError, UnsupportedError, describe
 from lowtide.functional import State
 from lowtide.levels import Level, check_level
 from lowtide.models.sequence_chunks import ChunkedSequence
-from lowtide.nn.residual import PaddingSide, ResidualSGConv, SequenceNorm, make_block, pool_split, pool_valid
-from lowtide.sequence_split import SequenceGroup, SequenceSplit
+from lowtide.nn.padding import PaddingSide, valid_positions
+from lowtide.nn.residual import ResidualSGConv, SequenceNorm, make_block, pool_split, pool_valid
+from lowtide.sequence_split import SequenceGroup
 from lowtide.sgconv_form import check_choice, check_int
 
 Pool = Literal["mean", "last"]
@@ -115,9 +116,8 @@ class SequenceModel(ChunkedSequence, nn.Module):
             ArgumentError: an input of another shape or kind.
         """
         self._check(x, 3, "forward")
-        check_choice(padding_side, ("right", "left"), "padding_side", "SequenceModel")
         split = None if self.sequence_group is None else self.sequence_group.split(x, 1, lengths)
-        valid = None if lengths is None else self._valid(x, lengths, padding_side, split)
+        valid = valid_positions(lengths, padding_side, x, 1, split, "SequenceModel")
         if valid is not None and not self.tokens:
             x = x.masked_fill(~valid.unsqueeze(2), 0)  # what lies at padding, NaN too, must not reach a gradient
         h = self.encoder(x).transpose(1, 2)
@@ -189,16 +189,6 @@ class SequenceModel(ChunkedSequence, nn.Module):
 
     def _blocks(self) -> list[ResidualSGConv]:
         return [block for block in self.blocks if isinstance(block, ResidualSGConv)]
-
-    def _valid(self, x: Tensor, lengths: Tensor, padding_side: PaddingSide, split: SequenceSplit | None) -> Tensor:
-        B, L = x.shape[:2]
-        if lengths.shape != (B,) or lengths.is_floating_point() or lengths.is_complex():
-            got = f"{tuple(lengths.shape)} {str(lengths.dtype).removeprefix('torch.')}"
-            raise ArgumentError(describe(expected=f"integers ({B},)", got=got, where="SequenceModel(lengths=)"))
-        position, lengths = torch.arange(L, device=x.device), lengths.to(x.device).unsqueeze(1)
-        if split is not None:
-            position, L = position + split.offset, split.length
-        return position < lengths if padding_side == "right" else position >= L - lengths
 
     def _check(self, x: Tensor, dims: int, method: str) -> None:
         where = f"SequenceModel.{method}"

@@ -11,12 +11,11 @@ from lowtide.functional import State, recomputed, sequence_norm
 from lowtide.levels import Level, check_level
 from lowtide.nn.batch_norm import SYNC_BATCH_NORMS, call_norm
 from lowtide.nn.describe import describe_norm, is_hooked, must_trace
+from lowtide.nn.padding import PaddingSide
 from lowtide.nn.sgconv import SGConv
 from lowtide.parts import BatchNorm
 from lowtide.sequence_split import SequenceGroup, SequenceSplit
 from lowtide.sgconv_form import check_choice
-
-PaddingSide = Literal["right", "left"]
 
 
 class SequenceNorm(nn.Module):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lowtide.errors import ArgumentError, describe
 from lowtide.functional import kernel_norm, sgconv, sgconv_kernel
 from lowtide.levels import Level, check_level
+from lowtide.nn.padding import PaddingSide, valid_positions
 from lowtide.nn.sgconv_public import read_public
 from lowtide.nn.sgconv_stream import StreamingSGConv
 from lowtide.sequence_split import SequenceGroup, SequenceSplit
@@ -161,7 +162,7 @@ class SGConv(StreamingSGConv, nn.Module):
         self,
         u: Tensor,
         lengths: Tensor | None = None,
-        padding_side: Literal["right", "left"] = "right",
+        padding_side: PaddingSide = "right",
         split: SequenceSplit | None = None,
     ) -> Tensor:
         """(B, H, L) -> (B, H, L), or (B, L, H) both when not `transposed`; channels * H features when `linear`.
@@ -173,8 +174,10 @@ class SGConv(StreamingSGConv, nn.Module):
             padding_side: where the others are.
             split: for a layer of a split sequence, how it is split, if that is known; else the ranks tell each other.
         """
+        time = 2 if self.form.transposed else 1
         if split is None and self.sequence_group is not None:
-            split = self.sequence_group.split(u, 2 if self.form.transposed else 1, lengths)
+            split = self.sequence_group.split(u, time, lengths)
+        valid = valid_positions(lengths, padding_side, u, time, split, "SGConv")
         output, norm = self.output_linear, self.norm
         return sgconv(
             u,
@@ -187,25 +190,11 @@ class SGConv(StreamingSGConv, nn.Module):
             None if output is None else output.bias,
             None if norm is None else norm.weight,
             None if norm is None else norm.bias,
-            None if lengths is None else self._valid(u, lengths, padding_side, split),
+            valid,
             form=self.form if self.training else self.form.without_dropout(),
             recompute=self.recompute,
             split=split,
         )
-
-    def _valid(self, u: Tensor, lengths: Tensor, padding_side: str, split: SequenceSplit | None) -> Tensor:
-        """(B, L) bool: True where a position counts."""
-        where = "SGConv(lengths=)"
-        check_choice(padding_side, ("right", "left"), "padding_side", where)
-        B, L = u.shape[0], u.shape[2 if self.form.transposed else 1]
-        if lengths.shape != (B,) or lengths.is_floating_point() or lengths.is_complex():
-            got = f"{tuple(lengths.shape)} {lengths.dtype}"
-            raise ArgumentError(describe(expected=f"integers ({B},), one per row", got=got, where=where))
-        lengths = lengths.to(u.device).unsqueeze(1)
-        position = torch.arange(L, device=u.device)
-        if split is not None:
-            position, L = position + split.offset, split.length
-        return position < lengths if padding_side == "right" else position >= L - lengths
 
     def kernel(self, length: int) -> Tensor:
         """(C_total, H, length): the kernels over their norm, forward ones (lag j), then reverse ones (lag -(j+1))."""
