@@ -11,6 +11,7 @@ import gc
 import importlib
 import importlib.util
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -118,7 +119,7 @@ def times(contenders: list[Contender], repeats: int, warmup: int = 2) -> dict[st
     steps = {c.name: build(c) for c in contenders}
     seconds: dict[str, list[float]] = {c.name: [] for c in contenders}
     names, where = list(steps), device()
-    for round_index in range(warmup + repeats):
+    for round_index in range(warmup + repeats if names else 0):
         for name in names[round_index % len(names) :] + names[: round_index % len(names)]:
             elapsed = time_once(steps[name], where)
             if round_index >= warmup:
@@ -213,6 +214,11 @@ def run_case(case: str, contenders: list[Contender], *, repeats: int, steps: int
     return figures
 
 
+def ratio(value: float, form: str) -> str:
+    """A dash where there was no baseline to compare with."""
+    return "-" if math.isnan(value) else form.format(value)
+
+
 def show(case: str, figures: list[Figure]) -> None:
     table = Table(title=case, title_justify="left")
     columns = ("step s", "p20..p80", "time", "peak MiB", "first step", "peak", "allocated MiB", "allocated", "kept MiB")
@@ -226,12 +232,12 @@ def show(case: str, figures: list[Figure]) -> None:
             f.contender + (" (baseline)" if f.baseline else ""),
             f"{f.seconds:.3f}",
             f"{f.seconds_p20:.3f}..{f.seconds_p80:.3f}",
-            f"{f.time_ratio:.2f} x",
+            ratio(f.time_ratio, "{:.2f} x"),
             f"{f.peak_bytes / MIB:.0f}",
             f"{f.peak_first_step_bytes / MIB:.0f}",
-            f"1/{1 / f.peak_ratio:.1f}",
+            ratio(1 / f.peak_ratio, "1/{:.1f}"),
             f"{f.allocated_bytes / MIB:.0f}",
-            f"1/{1 / f.allocated_ratio:.1f}",
+            ratio(1 / f.allocated_ratio, "1/{:.1f}"),
             f"{f.kept_bytes / MIB:.0f}",
         )
     console.print(table)

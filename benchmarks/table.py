@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import re
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from run import CASES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -23,9 +28,9 @@ Row = dict[str, str]
 
 
 def newest_cases(section: str, results: Path) -> dict[str, list[Row]]:
-    """Case -> the rows of its newest run, cases by their first appearance in the files' order."""
+    """Case -> the rows of its newest run, cases in the order of run.py."""
     cases: dict[str, list[Row]] = {}
-    for path in sorted(results.glob(f"{section}-*.csv")):
+    for path in sorted(results.glob(f"{section}-*.csv"), key=lambda path: place(path, section)):
         found: dict[str, list[Row]] = {}
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
@@ -37,6 +42,13 @@ def newest_cases(section: str, results: Path) -> dict[str, list[Row]]:
             if case not in cases or rows[0]["at"] >= cases[case][0]["at"]:
                 cases[case] = rows
     return cases
+
+
+def place(path: Path, section: str) -> tuple[int, str]:
+    """Where a file's cases stand in a section; of one name the older file comes first."""
+    names = CASES.get(section, ())
+    at = next((i for i, name in enumerate(names) if path.name.startswith(f"{section}-{name}-")), len(names))
+    return at, path.name
 
 
 def section_text(section: str, results: Path) -> str:
@@ -74,7 +86,7 @@ def step_table(case: str, rows: list[Row]) -> str:
             [
                 row["contender"] + (" (baseline)" if row.get("baseline") == "True" else ""),
                 f"{float(row['seconds']):.3g} s ({spread})",
-                f"{time:.2f}",
+                "-" if math.isnan(time) else f"{time:.2f}",
                 f"{int(row['peak_bytes']) / MIB:.0f} MiB, {share(peak)}",
                 f"{int(row['allocated_bytes']) / MIB:.0f} MiB, {share(allocated)}",
                 f"{int(row['kept_bytes']) / MIB:.0f} MiB",
@@ -87,6 +99,8 @@ def step_table(case: str, rows: list[Row]) -> str:
 
 
 def share(ratio: float) -> str:
+    if math.isnan(ratio):  # no baseline here
+        return "-"
     return "1" if ratio == 1 else f"1/{1 / ratio:.1f}" if ratio < 1 else f"{ratio:.2f}"
 
 

@@ -78,6 +78,12 @@ def test_the_newest_run_of_a_case_counts(tmp_path: Path) -> None:
     assert "abc1234" not in made
 
 
+def test_cases_stand_in_the_order_of_the_command(tmp_path: Path) -> None:
+    for name in ("3d", "bc100", "densenet121", "whole"):
+        machine.write_csv(tmp_path / f"densenet-{name}-2026-01-02.csv", [Figure(name, "ours")], ABOUT, "command")
+    assert list(table.newest_cases("densenet", tmp_path)) == ["bc100", "densenet121", "3d", "whole"]
+
+
 def test_a_changed_number_is_seen(tmp_path: Path) -> None:
     machine.write_csv(tmp_path / "results" / "densenet-x-2026-01-02.csv", [PLAIN, LEAN], ABOUT, "command")
     good, readme = filled(tmp_path), tmp_path / "README.md"
@@ -108,7 +114,7 @@ def test_tokens_have_times_of_their_own(tmp_path: Path) -> None:
     assert "| lowtide | 48.1 us | 96.5 us | 2.45 ms | 49.9 us | 2.28e+03 | 3.0 MiB |" in made
 
 
-@pytest.mark.parametrize(("ratio", "text"), [(1.0, "1"), (0.25, "1/4.0"), (1.24, "1.24")])
+@pytest.mark.parametrize(("ratio", "text"), [(1.0, "1"), (0.25, "1/4.0"), (1.24, "1.24"), (float("nan"), "-")])
 def test_share(ratio: float, text: str) -> None:
     assert table.share(ratio) == text
 
