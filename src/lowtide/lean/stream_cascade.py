@@ -186,13 +186,14 @@ def _take_in(P: Tensor, Q: Tensor, r: int, times: Tensor, lines: Tensor, plan: C
 
 
 def transform_pays(plan: CellPlan, samples: int, history: int, *, native: bool) -> bool:
-    """Whether one transform is cheaper than the cascade, in multiply-adds of the native cascade.
+    """Whether one transform is cheaper than the cascade, counted in multiply-adds of the native cascade.
 
-    Measured: a transform costs about 160 of them per sample of history and block, the taps and the refreshed delay
-    lines about 40 per tap; tensor calls cost ten times the native cascade.
+    A transform is taken for 400 of them per sample of history and block, and 40 per tap for the delay lines made anew
+    behind it; tensor calls for ten times the native cascade. 400 is what `benchmarks/run.py stream --only block` came
+    to on two cores (4,096 taps, 256 channels, blocks of 1000 against one of 65,536); the other two are rough.
     """
     cascade = samples * plan.level_ends[-1] * (2 if plan.ramp else 1) * (1 if native else 10)
-    return cascade > 160 * (history + samples) + 40 * plan.taps
+    return cascade > 400 * (history + samples) + 40 * plan.taps
 
 
 def refresh(state: State, filter: CellFilter) -> None:
