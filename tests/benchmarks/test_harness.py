@@ -112,3 +112,16 @@ def test_peaks_on_a_gpu_are_requested_bytes_over_the_base(
     harness.gpu_peaks("x:y", {}, 3)
     assert len(steps) == 3
     assert capsys.readouterr().out == '{"peak": 800, "first_step": 600, "allocated": 2048, "kept": 7}\n'
+
+
+def test_the_peak_is_the_median_of_three_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    high_waters = iter([9, 1, 3, 4])
+
+    def child(_: object, steps: int, part: str) -> dict[str, int]:
+        if part == "allocations":
+            return {"peak_bytes": 2, "saved_bytes": 1}
+        return {"process_high_water_bytes": next(high_waters)}
+
+    monkeypatch.setattr(harness, "child", child)
+    found = harness.peaks(harness.Contender("a", "x:y"), 5)
+    assert found == {"peak": 3, "first_step": 4, "allocated": 2, "kept": 1}
