@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lowtide
-from exercised import has_compiler, not_exercised
+from exercised import has_compiler, levels_here, not_exercised
 
 _passed = pytest.StashKey[set[str]]()
 
@@ -43,7 +43,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     )
     if not everything or hasattr(config, "workerinput"):
         return
-    missing = not_exercised(config.stash[_passed], compiler=has_compiler(), linux=sys.platform == "linux")
+    linux = sys.platform == "linux"
+    missing = not_exercised(config.stash[_passed], compiler=has_compiler(), linux=linux, levels=levels_here())
     if missing:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = config.pluginmanager.get_plugin("terminalreporter")

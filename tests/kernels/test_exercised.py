@@ -10,33 +10,35 @@ from pathlib import Path
 
 import pytest
 
-from exercised import has_compiler, not_exercised
+from exercised import LEVELS, has_compiler, levels_here, not_exercised
 
 TESTS = Path(__file__).parents[1]
-NATIVE = {f"tests/kernels/{name}.py::test[native-AVX2-planes]" for name in ("test_parity", "test_mix", "test_conv")}
+FILES = ("test_parity", "test_mix", "test_conv", "test_pool")
+NATIVE = {f"tests/kernels/{name}.py::test[native-{level}-planes]" for name in FILES for level in LEVELS}
 TRITON = "tests/kernels/test_triton.py::test_parity_in_the_interpreter[rows]"
 
 
 @pytest.mark.parametrize("missing", [*sorted(NATIVE), TRITON])
 def test_each_is_missed(missing: str) -> None:
     everything = NATIVE | {TRITON}
-    assert not_exercised(everything, compiler=True, linux=True) == []
-    (line,) = not_exercised(everything - {missing}, compiler=True, linux=True)
-    assert missing.split("::")[0] in line or "Triton" in line
+    assert not_exercised(everything, compiler=True, linux=True, levels=[*LEVELS]) == []
+    (line,) = not_exercised(everything - {missing}, compiler=True, linux=True, levels=[*LEVELS])
+    file, _, case = missing.partition("::")
+    assert "Triton" in line or (file in line and f"[native-{line.rsplit(', ', 1)[1]}-" in case)
 
 
 def test_what_cannot_run_is_not_asked_for() -> None:
     tensor = {"tests/kernels/test_parity.py::test[tensor-planes]"}
-    assert not_exercised({TRITON} | tensor, compiler=False, linux=True) == []
-    assert not_exercised(set(), compiler=False, linux=False) == []
-    assert len(not_exercised({TRITON} | tensor, compiler=True, linux=True)) == 3
+    assert not_exercised({TRITON} | tensor, compiler=False, linux=True, levels=[*LEVELS]) == []
+    assert not_exercised(set(), compiler=False, linux=False, levels=[*LEVELS]) == []
+    assert len(not_exercised({TRITON} | tensor, compiler=True, linux=True, levels=[*LEVELS])) == len(NATIVE)
 
 
 SUITE = """
 import pytest
 @pytest.mark.parametrize("provider", {providers})
 def test_pass(provider):
-    if provider == "native-AVX2-skipped":
+    if provider == "native-skipped":
         pytest.skip("no such processor")
 """
 
@@ -49,8 +51,8 @@ def test_a_small_suite(tmp_path: Path, workers: list[str]) -> None:
     for name in ("conftest.py", "exercised.py"):
         shutil.copy(TESTS / name, tmp_path / "tests" / name)
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
-    for name in ("test_parity", "test_mix", "test_conv"):
-        (kernels / f"{name}.py").write_text(SUITE.format(providers=["tensor", "native-AVX2-skipped"]))
+    for name in FILES:
+        (kernels / f"{name}.py").write_text(SUITE.format(providers=["tensor", "native-skipped"]))
     interpreter = 'import pytest\n@pytest.mark.parametrize("form", ["rows"])\n'
     (kernels / "test_triton.py").write_text(f"{interpreter}def test_parity_in_the_interpreter(form): pass\n")
     # a compiler by name is enough here, and a package by name: importing the real one takes seconds
@@ -67,9 +69,10 @@ def test_a_small_suite(tmp_path: Path, workers: list[str]) -> None:
         assert (bad.returncode, has_compiler()) == (0, False)
         return
     assert bad.returncode == 1, bad.stdout + bad.stderr
-    assert bad.stdout.count("but no case of tests/kernels/test_") == 3, bad.stdout
+    assert bad.stdout.count("but no case of tests/kernels/test_") == len(FILES) * len(levels_here()), bad.stdout
     assert run("tests/kernels/test_parity.py").returncode == 0, "a part of the suite may leave providers out"
-    for name in ("test_parity", "test_mix", "test_conv"):
-        (kernels / f"{name}.py").write_text(SUITE.format(providers=["tensor", "native-AVX2-planes"]))
+    for name in FILES:
+        providers = ["tensor", *(f"native-{level}-planes" for level in levels_here())]
+        (kernels / f"{name}.py").write_text(SUITE.format(providers=providers))
     good = run()
     assert good.returncode == 0, good.stdout + good.stderr

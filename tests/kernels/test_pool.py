@@ -115,9 +115,12 @@ def check_max_backward(kernels: Kernels, case: PoolCase) -> None:
     assert case.x.equal(out), "in place"
 
 
-def check_average_backward(kernels: Kernels, case: PoolCase, *, wants_total: bool = True) -> None:
+def check_average_backward(
+    kernels: Kernels, case: PoolCase, *, wants_total: bool = True, total_dtype: torch.dtype | None = None
+) -> None:
     _, grad = case.out()
-    around, total = case.fresh(accumulation(case.dtype))
+    total_dtype = total_dtype or accumulation(case.dtype)
+    around, total = case.fresh(total_dtype)
     before, x_before, grad_before = around.clone(), case.x_buffer.clone(), grad.clone()
     m, start_total = case.backward(grad), total.double().clone()
     start = vector(case.shape, case.dtype, case.generator)
@@ -129,7 +132,7 @@ def check_average_backward(kernels: Kernels, case: PoolCase, *, wants_total: boo
     if wants_total:
         oracle = start_total + m * wide(case.scale)
         magnitude = start_total.abs() + (m * wide(case.scale)).abs()
-        assert_within(total, oracle, map_bound(oracle, magnitude, accumulation(case.dtype)), "total")
+        assert_within(total, oracle, map_bound(oracle, magnitude, total_dtype), "total")
         assert_untouched(around, before, case.shape)
     else:
         assert around.equal(before)
@@ -158,19 +161,50 @@ def test_backward_of_the_average_pool(kernels: Kernels, dtype: torch.dtype) -> N
         for index in range(len(GEOMETRIES)):
             check_average_backward(kernels, PoolCase(index, form, dtype, "average"))
     check_average_backward(kernels, PoolCase(2, "rows", dtype, "average"), wants_total=False)
+    check_average_backward(kernels, PoolCase(2, "rows", dtype, "average"), total_dtype=dtype)
 
 
 def test_of_equal_numbers_the_first_is_taken_and_a_nan_wins(kernels: Kernels) -> None:
     x = torch.ones(1, 1, 5, 5)
     x[0, 0, 3, 3] = float("nan")
     expected, taken = F.max_pool2d(x, 3, 2, 1, return_indices=True)
-    x_rows = x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2)
+    x_rows = in_rows(x)
     one, zero = torch.ones(1), torch.zeros(1)
     out, choice = torch.empty(1, 9, 1).transpose(1, 2), torch.empty(1, 9, 1, dtype=torch.int32).transpose(1, 2)
     kernels.norm_act_max_pool(x_rows, one, zero, (5, 5), out)
     kernels.norm_act_max_pool_sums(torch.ones_like(out), x_rows, one, zero, zero, (5, 5), choice)
     torch.testing.assert_close(out, expected.flatten(2), equal_nan=True)
     assert choice.flatten().tolist() == taken.flatten().tolist()
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_numbers_that_are_not_finite_go_as_in_torch(kernels: Kernels, kind: str) -> None:
+    """A NaN and both infinities, odd sizes: the values and gradients of ordinary autograd, NaN where it has NaN."""
+    x = torch.randn(2, 20, 7, 5, generator=torch.Generator().manual_seed(0))
+    x[0, 3, 2, 2], x[0, 4, 6, 4], x[1, 19, 3, 0] = float("nan"), float("inf"), float("-inf")
+    plain = x.clone().requires_grad_()
+    expected = pool(F.relu(plain), kind)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    (by_x,) = torch.autograd.grad(expected, plain, grad)
+    flat, one, zero = in_rows(x), torch.ones(20), torch.zeros(20)
+    out, by_ours = in_rows(torch.empty(expected.shape)), in_rows(torch.zeros_like(x))
+    if kind == "max":
+        kernels.norm_act_max_pool(flat, one, zero, (7, 5), out)
+        choice = in_rows(torch.empty(expected.shape, dtype=torch.int32))
+        kernels.norm_act_max_pool_sums(in_rows(grad), flat, one, zero, zero, (7, 5), choice)
+        finite = in_rows(x.nan_to_num(0, 0, 0))  # 0 times infinity would be NaN everywhere
+        kernels.norm_act_max_pool_backward(in_rows(grad), finite, choice, one, zero, zero, (7, 5), by_ours)
+    else:
+        kernels.norm_act_average_pool(flat, one, zero, (7, 5), out)
+        sums = torch.zeros(2, 20)
+        kernels.norm_act_average_pool_backward(in_rows(grad), flat, one, zero, zero, (7, 5), by_ours, *sums)
+    assert not expected.isfinite().all()
+    torch.testing.assert_close(out, expected.flatten(2), equal_nan=True)
+    torch.testing.assert_close(by_ours, by_x.flatten(2))
+
+
+def in_rows(x: Tensor) -> Tensor:
+    return x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def test_the_number_of_threads_changes_nothing(kernels: Kernels) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from kernel_providers import make_native
@@ -9,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.errors import ArgumentError
 from lowtide.kernels import choice, choose, select
+from lowtide.kernels.native import LEVELS
 
 
 def test_native_serves_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,6 +22,18 @@ def test_native_serves_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LOWTIDE_KERNELS", asked)
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             assert select(torch.zeros(1, 2, 3, dtype=dtype)).name == "native"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_torch_s_choice_of_instructions_is_ours(level: str) -> None:
+    """ATEN_CPU_CAPABILITY is read once, by torch: so in a process of its own."""
+    make_native(level)  # skips where the processor has no such instructions
+    code = "import lowtide.kernels.native as n; print(n.NativeKernels().level)"
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": level.lower()}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == f"{level}\n", done.stderr
 
 
 def test_tensor_calls_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

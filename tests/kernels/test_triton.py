@@ -9,18 +9,22 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from lowtide.kernels import Kernels, TensorCalls
 
 HERE = Path(__file__).parent
-# the passes with a convolution are tensor calls around the Triton passes: a case of each kind shows that these are met
-CONVOLUTIONS = [
+# the passes with a convolution or a pool are tensor calls: a case of each kind shows that they are met
+TENSOR_CALLS = [
     "test_mix.py::test_forward[triton-torch.float32]",
     "test_mix.py::test_backward[triton-torch.bfloat16]",
     "test_mix.py::test_backward_through_the_next_norm[triton-torch.float64]",
     "test_conv.py::test_backward_in_half_precision[triton-torch.float16]",
+    "test_pool.py::test_forward[triton-max-torch.float32]",
+    "test_pool.py::test_backward_of_the_average_pool[triton-torch.bfloat16]",
+    "test_pool.py::test_of_equal_numbers_the_first_is_taken_and_a_nan_wins[triton]",
 ]
 
 
@@ -43,9 +47,9 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         # strides are arguments of the passes: each dtype in one form or both
         (["test_parity.py", "-k", "planes and (float64 or bfloat16) and not number_of_threads"], 20),
         (["test_parity.py", "-k", "rows and (float16 or float32) and not (several_dtypes or number_of_threads)"], 20),
-        (CONVOLUTIONS, len(CONVOLUTIONS)),
+        (TENSOR_CALLS, len(TENSOR_CALLS)),
     ],
-    ids=["planes", "rows", "convolutions"],
+    ids=["planes", "rows", "tensor-calls"],
 )
 def test_parity_in_the_interpreter(cases: list[str], least: int) -> None:
     # infinities minus infinities, which the interpreter has numpy compute
@@ -90,7 +94,9 @@ def test_network_in_the_interpreter() -> None:
 def test_which_passes_are_written_in_triton() -> None:
     """These are; whatever else a provider must offer is inherited from the tensor calls on purpose."""
     triton_passes = pytest.importorskip("lowtide.kernels.triton_passes")
-    passes = {name for name in vars(Kernels) if callable(getattr(Kernels, name)) and not name.startswith("_")}
+    every = [name for name in dir(Kernels) if not name.startswith("_")]
+    passes = {name for name in every if callable(getattr(Kernels, name)) and not hasattr(Protocol, name)}
+    assert {"norm_act_mix", "norm_act_max_pool", "norm_act_average_pool_backward"} <= passes
     assert passes & set(vars(triton_passes.TritonKernels)) == {
         "supports", "batch_stats", "scale_shift_act", "act_backward_sums_", "act_backward_accumulate", "affine_add_"
     }  # fmt: skip
