@@ -52,7 +52,7 @@ def test_triton_on_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     kernels = report(capsys)["kernels"]
     assert kernels["used on cpu"] == "tensor (LOWTIDE_KERNELS=triton, but they run on CUDA, not on cpu)"
     assert kernels["triton"] == (
-        "available if asked for: CUDA; passes with a convolution or a pool, and streaming: tensor calls"
+        "available if asked for: CUDA; passes with a convolution or pool, and streaming: tensor calls"
     )
     if not torch.cuda.is_available():
         assert kernels["used on cuda"] == "nothing: no CUDA device here"

@@ -80,7 +80,7 @@ def states() -> dict[str, str]:
         "native": f"not available: {native}" if unable else f"available: CPU, {native.level} instructions",
         "triton": f"not available: {triton}"
         if isinstance(triton, str)
-        else f"available if asked for: {triton.where}; passes with a convolution or a pool, and streaming: tensor calls",
+        else f"available if asked for: {triton.where}; passes with a convolution or pool, and streaming: tensor calls",
     }
 
 
