@@ -83,6 +83,41 @@ def test_gradient_of_the_last_block_is_left_alone():
     assert torch.equal(gradient, copy)
 
 
+class Viewing(nn.Module):
+    """Fails where the memory order is not that of ordinary autograd for a contiguous image."""
+
+    def forward(self, x):
+        return x.view(*x.shape[:2], -1).unflatten(2, x.shape[2:])
+
+
+@pytest.mark.parametrize("where", ["transition1", "denseblock2", "denseblock2.denselayer1.conv1", "transition1.0"])
+@pytest.mark.filterwarnings("ignore:DenseBlock runs in ordinary autograd")
+def test_who_looks_sees_the_memory_order_of_plain(where):
+    """Maps between nodes may be channels_last, but not where a hook or a module of the user's own sees them."""
+    strides = []
+    for level in ("none", *LEAN_LEVELS):
+        net = at_level(network(), level).train()
+        if where == "transition1.0":
+            net.features.transition1 = nn.Sequential(Viewing(), net.features.transition1)
+        else:
+            net.features.get_submodule(where).register_forward_pre_hook(lambda m, x: strides.append(x[0].stride()))
+        projection(net(image()), 0).backward()
+    assert len(strides) == (0 if where == "transition1.0" else 4)
+    assert len(set(strides)) <= 1
+
+
+def test_who_does_not_look():
+    """The order is free only where it cannot be seen: otherwise a step would be slower for nothing, or wrong."""
+    for dims, free in ((1, False), (2, True), (3, True)):
+        x = torch.zeros(1, 3, *[32] * dims)
+        for small_inputs in (True, False):
+            assert network(spatial_dims=dims, small_inputs=small_inputs).features._may_reorder(x) is free
+    dropping, normed, changed = network(drop_rate=0.1), network(), network()
+    normed.features.norm5 = nn.GroupNorm(1, normed.features.norm5.num_features)
+    changed.features.denseblock2.denselayer1.forward = lambda features: features
+    assert not any(net.features._may_reorder(image()) for net in (dropping, normed, changed))
+
+
 def _grad_cam(net, x):
     maps = {}
     block = net.features.denseblock2

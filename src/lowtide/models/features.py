@@ -21,8 +21,10 @@ from lowtide import parts
 from lowtide.functional import stem
 from lowtide.levels import Level, check_level
 from lowtide.nn.batch_norm import call_norm
-from lowtide.nn.dense import MAX_POOL, DenseBlock, Transition
+from lowtide.nn.dense import AVG_POOL, MAX_POOL, DenseBlock, DenseLayer, Transition
 from lowtide.nn.describe import (
+    BATCH_NORMS,
+    CONVOLUTIONS,
     NotLean,
     check_no_global_hooks,
     check_relu,
@@ -34,6 +36,8 @@ from lowtide.nn.describe import (
 )
 
 STEM = ("conv0", "norm0", "relu0", "pool0")
+ORDINARY = {*BATCH_NORMS, *CONVOLUTIONS, *MAX_POOL.values(), *AVG_POOL.values(), nn.ReLU}
+FORWARDS = (DenseBlock.forward, DenseLayer.forward, Transition.forward)  # of subclasses too: sharding makes some
 
 
 class DenseFeatures(nn.Sequential):
@@ -75,11 +79,12 @@ class DenseFeatures(nn.Sequential):
     def _may_reorder(self, x: Tensor) -> bool:
         """Between two nodes that nobody looks at the order of memory is free, and channels_last is the faster one.
 
-        Not with dropout: masks are drawn in the order of the maps.
+        Somebody looks: a hook anywhere, a module of the user's own (`view` works in one order alone). And with dropout
+        masks are drawn in the order of the maps.
         """
-        layers = [layer for block in self if isinstance(block, DenseBlock) for layer in block.children()]
-        dropping = any(getattr(layer, "drop_rate", 0.0) > 0 for layer in layers)
-        return x.device.type == "cpu" and x.dim() > 3 and not dropping and not any(map(is_hooked, self))
+        return (
+            x.device.type == "cpu" and x.dim() > 3 and all(_is_ordinary(m) for child in self for m in child.modules())
+        )
 
     def _run_joined(
         self, x: Tensor, block: nn.Module, following: nn.Module | None, channels_last: bool | None, *, head: bool
@@ -125,6 +130,12 @@ class DenseFeatures(nn.Sequential):
         if type(pool) not in MAX_POOL.values() or _settings(pool) != (3, 2, 1, 1, False, False):
             return x, 0
         return stem(x, described, recompute=self.recompute, channels_last=channels_last), 4
+
+
+def _is_ordinary(module: nn.Module) -> bool:
+    """Whether this is a part that DenseNets are built of, without dropout, and nobody sees what goes through it."""
+    known = type(module) in ORDINARY or type(module).forward in FORWARDS
+    return known and not is_hooked(module) and not getattr(module, "drop_rate", 0.0) > 0
 
 
 def _settings(pool: nn.Module) -> tuple[object, ...]:
