@@ -155,7 +155,7 @@ def test_recomputation_is_counted_as_work() -> None:
     parts = find_parts(model)
     simulation = Simulation(model, (torch.empty(4, 3, 16, 16, device="meta"),), parts, None)
     flops = [
-        sum(work.flops for work in simulation.run(uniform(parts, level)).work.values())
+        sum(work.flops + work.fused for work in simulation.run(uniform(parts, level)).work.values())
         for level in ("pointwise", "layer", "block")
     ]
     # "layer" makes the bottlenecks again, 2 operations per weight and position; "block" the 3x3 convolutions too

@@ -37,6 +37,8 @@ class DenseNetFlags(DenseNetOptions):
     """Replace the run in --out."""
     json: bool = False
     """Print the result as JSON, and no progress."""
+    memory: str | None = None
+    """Memory for the tensors of a step, as 2GiB: chooses --recompute, or refuses; torch itself comes on top."""
 
 
 def densenet(prog: str, args: Sequence[str]) -> None:
@@ -51,8 +53,19 @@ def densenet(prog: str, args: Sequence[str]) -> None:
         defaults = DenseNetFlags(**dataclasses.asdict(saved), out=flags.out)
         options = _options(parse(prog, DenseNetFlags, args, default=defaults, flag_pairs=True))
         check_unchanged(saved, options, str(run.folder))
+    if flags.memory is not None:
+        from lowtide.train.within import densenet_within
+
+        options, line = densenet_within(options, flags.memory)
+        say(line, flags.json)
     start = functools.partial(train_densenet, options)
     train_and_tell(prog, run, start, resume, flags.overwrite, flags.json, "pictures")
+
+
+def say(line: str, as_json: bool) -> None:
+    """A line of the main process, in front of the progress."""
+    if is_main_process() and not as_json:
+        print(line)
 
 
 def goes_on(resume: bool, run: Run) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.cli.parsing import parse
-from lowtide.cli.train import goes_on, train_and_tell
+from lowtide.cli.train import goes_on, say, train_and_tell
 from lowtide.data.text import TEXT
 from lowtide.errors import ArgumentError, describe
 from lowtide.train.options import check_unchanged
@@ -34,6 +34,8 @@ class SGConvFlags(SGConvOptions):
     """Replace the run in --out."""
     json: bool = False
     """Print the result as JSON, and no progress."""
+    memory: str | None = None
+    """Memory for the tensors of a step, as 2GiB: chooses --recompute, or refuses; torch itself comes on top."""
 
 
 def sgconv(prog: str, args: Sequence[str]) -> None:
@@ -59,6 +61,11 @@ def sgconv(prog: str, args: Sequence[str]) -> None:
         elif options.epochs is None:
             options = dataclasses.replace(options, epochs=saved.epochs)
         check_unchanged(saved, options, str(run.folder))
+    if flags.memory is not None:
+        from lowtide.train.within import sgconv_within
+
+        options, line = sgconv_within(options, flags.memory)
+        say(line, flags.json)
     start = functools.partial(train_sgconv, options)
     samples = "bytes" if options.data.startswith(TEXT) else "rows"
     train_and_tell(prog, run, start, resume, flags.overwrite, flags.json, samples)

@@ -143,7 +143,7 @@ class Finder:
                 describe_transition(module, plan)
                 twin = probe_copy(module)
                 x = sample_map(twin, _channels(twin, plan.step.conv))
-                compare(twin, lambda copied: swap(copied, dense.TRANSITION, plan, self.level), x)
+                compare(twin, lambda copied: swap(copied, dense.TRANSITION, plan, self.level), x, among_others=False)
             except (ProbeError, NotLean) as error:
                 reason = str(error)
             else:
@@ -174,7 +174,7 @@ class Finder:
             first = probe_copy(nn.Sequential(OrderedDict(children)))
             conv: Any = first.get_submodule(plan.step.conv)
             x = sample_map(first, conv.in_channels, _STEM_SIZES[len(conv.kernel_size)])
-            compare(first, lambda copied: swap(copied, dense.FEATURES, plan, self.level), x)
+            compare(first, lambda copied: swap(copied, dense.FEATURES, plan, self.level), x, among_others=False)
         except (ProbeError, NotLean):
             return False
         return True
@@ -212,7 +212,7 @@ def check_block(module: nn.Module, plan: BlockPlan, level: Level) -> BlockPlan:
     if channels not in (total, total - plan.old_channels):
         raise ProbeError(f"it returns {channels} channels; a dense block returns {total}, its input among them")
     plan = replace(plan, only_new=channels != total)
-    compare(twin, lambda copied: swap(copied, dense.BLOCK, plan, level), x)
+    compare(twin, lambda copied: swap(copied, dense.BLOCK, plan, level), x, among_others=False)
     return plan
 
 

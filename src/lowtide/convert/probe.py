@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -86,12 +87,29 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
             raise ProbeError("a copy of it changes the original's buffers")
 
 
-def compare(original: nn.Module, change: Callable[[nn.Module], None], x: Tensor) -> None:
+_trusts_parts: ContextVar[bool] = ContextVar("trusts_parts", default=False)
+
+
+@contextlib.contextmanager
+def trusting_parts() -> Iterator[None]:
+    """Inside, what was found by its parts is not run: for planning, which must allocate little."""
+    token = _trusts_parts.set(True)
+    try:
+        yield
+    finally:
+        _trusts_parts.reset(token)
+
+
+def compare(original: nn.Module, change: Callable[[nn.Module], None], x: Tensor, *, among_others: bool = True) -> None:
     """Check that `original`, a `probe_copy`, and a copy of it to which `change` was applied do the same with x.
+
+    `among_others`: the answer decides between several candidates; otherwise `trusting_parts` leaves it out.
 
     Raises:
         ProbeError: they do not, or one of them cannot run.
     """
+    if _trusts_parts.get() and not among_others:
+        return
     changed = copy.deepcopy(original)
     change(changed)
     for training in (True, False):

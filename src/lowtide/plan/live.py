@@ -27,6 +27,7 @@ from lowtide.plan.inside import Operation, operation
 from lowtide.plan.quick import answer
 
 NEAR_BYTES = 2**22
+FRESH_BYTES = 2**25  # from here on malloc asks the system each time
 START = ""  # the place before the first part with a level
 AFTER = "after "  # the place behind a part: this and the part's name
 
@@ -43,11 +44,18 @@ class Stored:
 
 @dataclass
 class Work:
-    """Arithmetic operations; bytes read and written, in main memory and by calls small enough for a cache; calls."""
+    """What a time is made of.
+
+    flops, fused: operations of torch's operators, and of lowtide's native passes. moved, near: bytes read and written
+    in main memory, and by calls small enough for a cache. fresh: bytes of new storages too large for the heap, whose
+    pages the system has to clear. calls: of operators and passes.
+    """
 
     flops: float = 0.0
+    fused: float = 0.0
     moved: float = 0.0
     near: float = 0.0
+    fresh: float = 0.0
     calls: float = 0.0
 
 
@@ -99,7 +107,11 @@ class Recorder(TorchDispatchMode):
         return None if held is None else held[1]
 
     def add(self, flops: float, moved: float) -> None:
-        """Work in the present place, as an `Account` takes it."""
+        """Work of a native pass in the present place, as an `Account` takes it."""
+        self.recording.work[self._place].fused += self.weight * flops
+        self._add(0.0, moved)
+
+    def _add(self, flops: float, moved: float) -> None:
         work = self.recording.work[self._place]
         work.flops += self.weight * flops
         if moved <= NEAR_BYTES:
@@ -157,6 +169,8 @@ class Recorder(TorchDispatchMode):
             return
         stored = Stored(storage.nbytes(), self._time)
         self._live += stored.nbytes
+        if stored.nbytes >= FRESH_BYTES:
+            self.recording.work[self._place].fresh += self.weight * stored.nbytes
         self._alive[key] = (weakref.ref(storage, lambda _: self._leave(key)), stored)
 
     def _leave(self, key: int) -> None:
@@ -168,7 +182,11 @@ class Recorder(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, results: list[Tensor]) -> None:
         formula = flop_registry.get(func._overloadpacket)
         flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
-        self.add(flops, sum(_nbytes(t) for t in args if isinstance(t, Tensor)) + sum(_nbytes(t) for t in results))
+        if func._overloadpacket in _TRANSFORMS:
+            longest = max((args[0], *results), key=lambda t: t.numel())
+            length = math.prod(longest.shape[axis] for axis in args[1])
+            flops = 2.5 * longest.numel() * math.log2(max(2, length))
+        self._add(flops, sum(_nbytes(t) for t in args if isinstance(t, Tensor)) + sum(_nbytes(t) for t in results))
 
 
 # without the guard that torch puts around every mode for its compiler, which runs nothing here: 90,000 calls of it
@@ -199,6 +217,9 @@ def as_on_the_cpu(func: Any, args: Any, result: Any) -> Any:
 
 # which argument decides the order of the first result
 _NORMS = {torch.ops.aten.native_batch_norm.default: 0, torch.ops.aten.native_batch_norm_backward.default: 1}
+
+
+_TRANSFORMS = {torch.ops.aten._fft_r2c, torch.ops.aten._fft_c2r, torch.ops.aten._fft_c2c}
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
@@ -32,8 +33,9 @@ def find_optimizer(choice: object) -> tuple[str, MakeOptimizer | None]:
     if choice is None:
         return "none", None
     if isinstance(choice, Optimizer):
-        kind, settings = type(choice), dict(choice.defaults)
-        settings.pop("differentiable", None)
+        kind = type(choice)
+        accepted = inspect.signature(kind).parameters
+        settings = {name: value for name, value in choice.defaults.items() if name in accepted}
         return kind.__name__, lambda parameters: kind(parameters, **settings)  # type: ignore[call-arg]
     if isinstance(choice, str) and choice in _NAMED:
         return choice, _NAMED[choice]

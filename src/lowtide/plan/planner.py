@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.errors import ArgumentError, LowtideError, describe
+from lowtide.errors import ArgumentError, describe
 from lowtide.levels import LEVELS, Level
 from lowtide.measure.units import format_bytes
 from lowtide.plan.advice import advise
@@ -25,8 +25,6 @@ from lowtide.plan.result import LevelPrediction, Plan
 from lowtide.plan.simulate import Simulation, batch_of
 
 ATTEMPTS = 3  # mixtures that are simulated; each next one aims lower by what the one before was over
-SMALLEST_SEARCH, LARGEST_SEARCH = 2, 12  # simulations in search of the largest batch, however costly, however cheap
-SEARCH_OPERATORS = 40_000
 
 
 def plan(
@@ -126,23 +124,11 @@ def _within(
 
 
 def _largest_batch(predictor: Predictor, levels: Levels, step: Step, batch: int, budget: int) -> int:
-    begun, count = predictor.operators, 0
+    def simulate(size: int) -> tuple[int, int]:
+        found = predictor.step(levels, size)
+        return found.peak, found.operators
 
-    def peak(size: int) -> int | None:
-        nonlocal count
-        count += 1
-        if size == batch:
-            return step.peak
-        try:
-            return predictor.step(levels, size).peak
-        except LowtideError:
-            return None
-
-    def afford() -> bool:
-        spent = predictor.operators - begun
-        return count < SMALLEST_SEARCH or (count < LARGEST_SEARCH and spent < SEARCH_OPERATORS)
-
-    return largest_batch(peak, {batch: step.peak}, predictor.fixed, budget, afford)
+    return largest_batch(simulate, batch, (step.peak, step.operators), predictor.fixed, budget)
 
 
 def _name(levels: Levels, parts: list[Part]) -> Any:

@@ -29,6 +29,7 @@ class Step:
     seconds: float
     shares: dict[str, Share]
     order: list[str]
+    operators: int  # that the simulation saw: what it cost
 
     @property
     def peak(self) -> int:
@@ -45,7 +46,6 @@ class Predictor:
         self.parameters = _bytes(list(model.parameters()))
         self.buffers = _bytes(simulation.state) - self.parameters
         self.state, self._transient = simulation.optimizer(make)
-        self.operators = 0  # simulated so far: what planning costs
 
     @property
     def fixed(self) -> int:
@@ -55,13 +55,13 @@ class Predictor:
     def step(self, levels: Levels, batch: int | None = None, autocast: torch.dtype | None = None) -> Step:
         """Raises: see `Simulation.run`."""
         recording = self._simulation.run(levels, batch, autocast or self._autocast)
-        self.operators += len(recording.live)
         return Step(
             self._memory(recording, _bytes(tensors_in(self._simulation.inputs(batch)))),
             sum(stored.nbytes for stored in recording.kept if stored.died is not None) + recording.random_states,
             seconds(total_work(recording), self.device_type),
             shares_of(recording),
             recording.order,
+            len(recording.live),
         )
 
     def _memory(self, recording: Recording, inputs: int) -> Memory:

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from lowtide.convert import ConversionReport, convert
+from lowtide.convert.probe import trusting_parts
 from lowtide.errors import ArgumentError, ConversionError, UnsupportedError, describe
 from lowtide.plan.parts import find_parts
 
@@ -37,7 +38,8 @@ def prepare(model: nn.Module, scope: Scope) -> tuple[nn.Module, ConversionReport
             describe(expected="a model that copy.deepcopy can copy", got=got, where="plan(model)", fix=fix)
         ) from error
     try:
-        report = convert(twin, "layer", scope, strict=False)
+        with trusting_parts():  # `apply` runs them
+            report = convert(twin, "layer", scope, strict=False)
     except ConversionError:  # a compiled or scripted model: predicted as it is
         return model, None
     return (twin, report) if report.converted else (model, None)

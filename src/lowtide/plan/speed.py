@@ -1,7 +1,10 @@
-"""A simple model of time: seconds = operations / rate + bytes / bandwidth + calls * overhead.
+"""A simple model of time, to put levels in order and to say about how far apart they are.
 
-It is there to put levels in order and to say about how far they are apart; it is printed as relative time. The
-constants are of the order of two CPU cores' or one large GPU's, and only their ratios matter.
+    seconds = flops / rate + fused / native rate + moved / bandwidth + near / near bandwidth
+              + fresh / clearing rate + calls * overhead
+
+It is printed as relative time alone: only the ratios of the constants matter. The CPU's were set by hand to what two
+cores took for a few networks (docs/plan.md says how well they do); a GPU's are orders of magnitude, never compared.
 """
 
 from __future__ import annotations
@@ -14,19 +17,26 @@ from lowtide.plan.live import Work
 @dataclass(frozen=True)
 class Machine:
     flops_per_second: float
+    fused_per_second: float
     bytes_per_second: float
     near_bytes_per_second: float
+    fresh_bytes_per_second: float
     seconds_per_call: float
 
 
-MACHINES = {"cpu": Machine(2e11, 2e10, 8e10, 2e-6), "cuda": Machine(5e13, 2e12, 4e12, 8e-6)}
+MACHINES = {
+    "cpu": Machine(2.7e11, 5e11, 3.2e10, 8e10, 8e9, 3e-6),
+    "cuda": Machine(5e13, 5e13, 2e12, 4e12, 2e12, 8e-6),
+}
 
 
 def seconds(work: Work, device_type: str) -> float:
     machine = MACHINES.get(device_type, MACHINES["cuda"])
     return (
         work.flops / machine.flops_per_second
+        + work.fused / machine.fused_per_second
         + work.moved / machine.bytes_per_second
         + work.near / machine.near_bytes_per_second
+        + work.fresh / machine.fresh_bytes_per_second
         + work.calls * machine.seconds_per_call
     )
