@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lowtide.lean import norm_act_conv as lean
+from lowtide.lean.remade import mark_kept
 from lowtide.levels import Level, check_level
 from lowtide.reference import norm_act_conv as plain
 from lowtide.steps import Activation, Conv, MaxPool, Norm
@@ -60,10 +61,20 @@ def max_pool(x: Tensor, pool: MaxPool, *, recompute: Level = "pointwise") -> Ten
 
 
 def concatenate(maps: Sequence[Tensor], *, recompute: Level = "pointwise") -> Tensor:
-    """cat(maps, 1). At a lean level, if every map can be made again, the next step does not keep the concatenation."""
+    """cat(maps, 1). At a lean level the next step keeps the maps that nobody keeps and nobody can make again."""
     return (plain if check_level(recompute, "concatenate") == "none" else lean).concatenate(maps)
 
 
 def can_be_made_again(x: Tensor) -> bool:
     """Whether x came from a lean `normalise` or `activate` and was not changed since."""
     return lean.made_of(x) is not None
+
+
+def can_be_spared(x: Tensor) -> bool:
+    """Whether x can be made again, or a lean step or `note_kept` said that it is kept for backward as it is."""
+    return lean.can_be_spared(x)
+
+
+def note_kept(x: Tensor) -> None:
+    """Say that an operation of ordinary autograd keeps x for its backward."""
+    mark_kept(x)

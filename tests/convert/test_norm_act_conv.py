@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import lowtide
 from lowtide.errors import ArgumentError, UnsupportedError
 from lowtide.functional import norm_act_conv
 from lowtide.lean import norm_act_conv as lean
@@ -225,7 +227,59 @@ def test_a_concatenation_of_maps_that_can_be_made_again_is_not_kept() -> None:
     made = remade.made_of(joined)
     assert made is not None
     assert torch.equal(made.again(), joined)
-    assert remade.made_of(lean.concatenate([a, case.x])) is None
+    assert remade.made_of(lean.concatenate([case.x, case.x * 2])) is None
+
+
+class Skip(nn.Module):
+    """A map that a strided convolution reads, beside one that nobody keeps; both go into a third convolution."""
+
+    def __init__(self, change: str = "") -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, C, 3, padding=1), nn.Conv2d(C, 2 * C, 2, stride=2)
+        self.up, self.last = nn.ConvTranspose2d(2 * C, C, 2, stride=2), nn.Conv2d(2 * C, 5, 3, padding=1)
+        self.norm, self.change = nn.BatchNorm2d(C), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.first(x) + 1
+        up = self.up(self.down(skip)) * 2
+        if self.change == "before":
+            skip = skip * 1
+        out = self.last(torch.cat([up, skip], 1))
+        if self.change == "after":
+            up.mul_(3)
+        return out + up.sum()
+
+
+def test_a_map_that_a_convolution_keeps_is_not_kept_again_in_a_concatenation() -> None:
+    x = torch.randn(2, 3, 6, 6)
+    skip, down, image = 2 * C * 36 * 4, 2 * 2 * C * 9 * 4, x.numel() * 4
+    for change, scope, maps in (
+        ("", "all", skip + down + skip),
+        ("", "blocks", skip + down + 2 * skip),
+        ("before", "all", skip + down + 2 * skip),
+    ):
+        model = Skip(change)
+        if scope == "all":
+            lowtide.convert(model, scope="all")
+        kept: dict[int, int] = {}
+
+        def pack(t: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = model(x)
+        assert out.requires_grad
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        assert sum(size for at, size in kept.items() if at not in weights) == maps + image
+
+
+def test_a_map_may_change_in_place_after_its_concatenation() -> None:
+    torch.manual_seed(0)
+    original = Skip("after").double()
+    model = copy.deepcopy(original)
+    lowtide.convert(model, scope="all")
+    lowtide.verify(original, model, torch.randn(2, 3, 6, 6), steps=2).raise_if_failed()
 
 
 def test_a_map_changed_in_place_is_kept_as_it_is_then() -> None:

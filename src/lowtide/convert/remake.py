@@ -17,7 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lowtide.norm_act_conv_functions import activate, can_be_made_again, concatenate, convolve, max_pool, normalise
+from lowtide.norm_act_conv_functions import (
+    activate,
+    can_be_made_again,
+    can_be_spared,
+    concatenate,
+    convolve,
+    max_pool,
+    normalise,
+    note_kept,
+)
 from lowtide.parts import BatchNorm
 from lowtide.steps import Activation, Conv, GroupNorm, InstanceNorm, MaxPool, Norm
 
@@ -175,6 +184,12 @@ def _can_skip(x: Any, dims: int) -> bool:
     return _fits(x) and x.dim() == dims + 2 and x.requires_grad and can_be_made_again(x)
 
 
+def _note_kept(x: Any, weight: Tensor) -> None:
+    """A convolution whose weight trains keeps the very tensor that it reads, unless autocast copies it."""
+    if _fits(x) and weight.requires_grad and not torch.is_autocast_enabled(x.device.type):
+        note_kept(x)
+
+
 def _each(value: Any, dims: int) -> tuple[int, ...]:
     values = tuple(value) if isinstance(value, Sequence) else (value,) * dims
     return values * dims if len(values) == 1 else values
@@ -191,6 +206,7 @@ def _convolution(
 ) -> Any:
     dims = weight.dim() - 2
     if not _can_skip(input, dims):
+        _note_kept(input, weight)
         return NotImplemented
     dilations = _each(dilation, dims)
     if padding == "same":
@@ -217,6 +233,7 @@ def _transposed(
 ) -> Any:
     dims = weight.dim() - 2
     if not _can_skip(input, dims):
+        _note_kept(input, weight)
         return NotImplemented
     numbers = (_each(stride, dims), _each(padding, dims), _each(dilation, dims))
     return convolve(input, Conv(weight, bias, *numbers, True, _each(output_padding, dims), groups))
@@ -243,7 +260,7 @@ def _max_pool(dims: int) -> Callable[..., Any]:
 
 def _cat(tensors: Any, dim: int = 0, *, out: Tensor | None = None) -> Any:
     maps = list(tensors)
-    if out is not None or len(maps) < 2 or not all(_fits(x) and can_be_made_again(x) for x in maps):
+    if out is not None or len(maps) < 2 or not all(map(_fits, maps)) or not any(map(can_be_spared, maps)):
         return NotImplemented
     return concatenate(maps) if dim in (1, 1 - maps[0].dim()) else NotImplemented
 

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from lowtide.lean.autocast import autocast_dtype
 from lowtide.lean.normalise import normalise
-from lowtide.lean.remade import Made, activation, activation_backward, made_of, mark
+from lowtide.lean.remade import Made, activation, activation_backward, is_kept, made_of, mark, mark_kept
 from lowtide.lean.segment import refuse_double_backward
 from lowtide.steps import Activation, Conv, MaxPool, Norm
 
@@ -58,6 +58,8 @@ def activate(x: Tensor, act: Activation) -> Tensor:
     # what is kept must not be overwritten: without a norm the input is the base
     inplace = act.inplace and dtype is None and made.norm is not None and x.requires_grad
     y = (_ActInPlace if inplace else _Act).apply(x, weight, made)
+    if made.norm is None and isinstance(made.base, Tensor):
+        mark_kept(x)
     if y.requires_grad:
         mark(y, made)
     return y
@@ -167,12 +169,24 @@ def _placeholder(made: Made, like: tuple[torch.Size, tuple[int, ...]], dtype: to
 
 
 def concatenate(maps: Sequence[Tensor]) -> Tensor:
-    """cat(maps, 1). If every map can be made again, the next step keeps what makes them instead of it."""
+    """cat(maps, 1), which the next step does not keep where that spares bytes: it keeps what makes the maps.
+
+    A map that can be made again or that a node keeps already costs nothing; of every other one a copy is kept, so that
+    the map itself may still be changed in place.
+    """
     joined = torch.cat(list(maps), 1)
-    parts = [made_of(part) for part in maps]
-    if joined.requires_grad and all(parts) and len({part.dtype for part in maps}) == 1:
-        mark(joined, Made(tuple(part for part in parts if part is not None)))
+    if joined.requires_grad and any(map(can_be_spared, maps)) and len({part.dtype for part in maps}) == 1:
+        mark(joined, Made(tuple(_part(part) for part in maps)))
     return joined
+
+
+def can_be_spared(x: Tensor) -> bool:
+    """Whether x can be made again, or is kept as it is by a node."""
+    return made_of(x) is not None or is_kept(x)
+
+
+def _part(x: Tensor) -> Made:
+    return made_of(x) or Made(x.detach() if is_kept(x) else x.detach().clone())
 
 
 def max_pool(x: Tensor, pool: MaxPool) -> Tensor:

@@ -13,7 +13,17 @@ from torch import Tensor
 
 from lowtide.errors import ArgumentError, UnsupportedError, describe
 from lowtide.lean.autocast import autocast_dtype
-from lowtide.lean.remade import FixedNorm, Made, as_group_norm_reads, base_of, frozen_copy, group_norm, mark, rows
+from lowtide.lean.remade import (
+    FixedNorm,
+    Made,
+    as_group_norm_reads,
+    base_of,
+    frozen_copy,
+    group_norm,
+    mark,
+    mark_kept,
+    rows,
+)
 from lowtide.lean.segment import refuse_double_backward
 from lowtide.parts import BatchNorm
 from lowtide.steps import GroupNorm, InstanceNorm, Norm
@@ -28,7 +38,10 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
     found: list[FixedNorm] = []
     z = _Norm.apply(x, norm.weight, norm.bias, norm, dtype, found)
     if z.requires_grad:
-        mark(z, Made(base_of(x), found[0]))
+        made = Made(base_of(x), found[0])
+        mark(z, made)
+        if isinstance(made.base, Tensor):
+            mark_kept(x)
     return z
 
 

@@ -21,6 +21,7 @@ from lowtide.parts import BatchNorm, fill, take_tensors
 from lowtide.steps import Activation, GroupNorm, InstanceNorm, Norm
 
 _MARK = "_lowtide_made"
+_KEPT = "_lowtide_kept"
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,18 @@ def base_of(tensor: Tensor) -> Tensor | tuple[Made, ...]:
     """What to keep in place of `tensor`: its parts if it is a concatenation, else itself."""
     made = made_of(tensor)
     return made.base if made is not None and made.norm is None and made.act is None else tensor.detach()
+
+
+def mark_kept(tensor: Tensor) -> None:
+    """Note that a node keeps `tensor` for its own backward: to keep it once more costs nothing, and a change in place
+    would be refused anyway. Inputs of the network are left alone: they outlive the step."""
+    if tensor.grad_fn is not None:
+        setattr(tensor, _KEPT, tensor._version)
+
+
+def is_kept(tensor: Tensor) -> bool:
+    """Whether a node keeps `tensor` as it is now."""
+    return getattr(tensor, _KEPT, -1) == tensor._version
 
 
 def frozen_copy(norm: Norm) -> Norm:
