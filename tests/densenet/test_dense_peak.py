@@ -74,3 +74,16 @@ def test_gradients_have_their_memory_before_any_scratch(level):
     scratch = [a.index for a in passing if a.nbytes > weights[0]]
     assert len(outliving) == len(weights)
     assert max(outliving) < min(scratch)
+
+
+def test_kept_bottleneck_maps_are_one_piece():
+    """One by one they would lie between what lives longer, and leave holes."""
+    torch.manual_seed(0)
+    block = DenseBlock(8, C0, B, K, recompute="pointwise")
+    with record(torch.device("cpu")) as recorder:
+        with record_function(FORWARD):
+            y = block(torch.randn(N, C0, SIZE, SIZE))
+        y.sum().backward()
+    kept = sorted(a.nbytes for a in recorder.trace.alive_after_forward())
+    assert 8 * B * K * _channel(SIZE) in kept
+    assert B * K * _channel(SIZE) not in kept

@@ -136,7 +136,7 @@ def forward_layers(
     uses_batch = [norm is not None and norm.uses_batch for norm in norms]
     if first:
         _take_moments(tools, features, statistics, 0, c, norms if any(uses_batch) else [])
-    kept: list[Tensor] = []
+    kept = bottleneck_maps(tools, features, layers) if keep else []
     h: Tensor | None = None
     for i, layer in enumerate(layers):
         k = layer.growth
@@ -147,7 +147,7 @@ def forward_layers(
         if layer.conv2 is None or layer.norm2 is None:
             grow(tools, features[:, :c], at1, layer.conv1, new)
         else:
-            h = bottleneck_map(tools, features, layer.conv1, None if keep else h)
+            h = kept[i] if keep else bottleneck_map(tools, features, layer.conv1, h)
             bottleneck(tools, features[:, :c], at1, layer.conv1, h)
             if first:
                 moments = Moments(h.new_empty(0), h.new_empty(0), statistics.count)
@@ -157,8 +157,6 @@ def forward_layers(
                 statistics.bottleneck.append((moments.mean, moments.var))
                 update_running(layer.norm2, moments)
             grow(tools, h, bottleneck_affine(layer.norm2, statistics, i, h), layer.conv2, new)
-            if keep:
-                kept.append(h)
         if layer.drop_rate > 0:
             if first:
                 random_states[i] = dropout.random_state(features.device)
@@ -187,6 +185,19 @@ def bottleneck_map(tools: Tools, features: Tensor, conv: Convolution, reuse: Ten
     if reuse is not None and reuse.shape[1] == width:
         return reuse
     return new_map(features, n, width, s, rows=tools.bottleneck_rows, dtype=tools.dtype)
+
+
+def bottleneck_maps(tools: Tools, features: Tensor, layers: Sequence[DenseLayer]) -> list[Tensor]:
+    """Memory for the h of every layer that has one, in one piece: freed together, it leaves malloc no holes."""
+    n, _, s = features.shape
+    widths = [0 if layer.norm2 is None else layer.conv1.weight.shape[0] for layer in layers]
+    whole = features.new_empty(n * s * sum(widths), dtype=tools.dtype)
+    parts = whole.split([n * s * width for width in widths])
+    return [
+        part.view(n, s, width).transpose(1, 2) if tools.bottleneck_rows else part.view(n, width, s)
+        for part, width in zip(parts, widths, strict=True)
+        if width
+    ]
 
 
 def bottleneck_affine(norm: BatchNorm, statistics: Statistics, i: int, h: Tensor) -> Affine:
