@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.errors import ArgumentError, UnsupportedError, describe
 from lowtide.functional import State, StreamFilter, sgconv_block, stream_filter, stream_state
@@ -15,6 +16,18 @@ from lowtide.sgconv_form import LayerForm, check_int
 
 # samples at a time when the end of a two-sided stream is worked off
 FINISH_BLOCK = 4096
+
+
+@cache
+def _optimizer_steps() -> list[int]:
+    """The number of steps that torch's optimisers took since the first call: fused ones raise no tensor's version."""
+    steps = [0]
+
+    def count(*_: object) -> None:
+        steps[0] += 1
+
+    register_optimizer_step_post_hook(count)
+    return steps
 
 
 class StreamingSGConv:
@@ -152,7 +165,8 @@ class StreamingSGConv:
         tensors = [*pieces, self.multiplier, self.kernel_norm, self.D]
         if decay is not None:
             tensors.append(decay)
-        key = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
+        versions = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
+        key = (_optimizer_steps()[0], versions)
         cache = self.__dict__.get("_stream_cache")
         if cache is not None and cache[0] == key:
             return cache[1]
