@@ -7,7 +7,7 @@
 | chain of any layers (`DenselyConnected`) | none, layer, block | |
 | residual block of a sequence model | none, pointwise, layer, block | the long convolution inside |
 | long convolution alone | none, pointwise, layer | |
-| norms and activations of a model converted with scope "all" | none, layer | every module that calls them |
+| norms and activations of a model converted with scope "all" | none, pointwise | every module that calls them |
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def find_parts(model: nn.Module) -> list[Part]:
         else:
             parts.append(Part(name, (name,), levels))
     if calling:
-        parts.append(Part(calling[0], tuple(calling), ("none", "layer")))
+        parts.append(Part(calling[0], tuple(calling), ("none", "pointwise")))
     return parts
 
 
