@@ -169,6 +169,20 @@ def test_tokens():
         model(torch.randn(2, 16))
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padded_rows_of_tokens_equal_rows_alone(side):
+    torch.manual_seed(0)
+    model = SequenceModel(1, 7, 6, 2, 16, kernel_dim=4, embedding=9, bidirectional=True).double().eval()
+    rows = [torch.randint(9, (n,)) for n in (16, 5, 1)]
+    tokens = torch.zeros(3, 16, dtype=torch.long)
+    for i, row in enumerate(rows):
+        tokens[i, slice(len(row)) if side == "right" else slice(16 - len(row), None)] = row
+    y = model(tokens, torch.tensor([16, 5, 1]), side)
+    alone = torch.cat([model(row[None]) for row in rows])
+    torch.testing.assert_close(y, alone, rtol=1e-11, atol=1e-12)
+    assert (y - model(tokens))[1:].abs().amax(1).min() > 1e-3  # without lengths the padding is seen
+
+
 @pytest.mark.parametrize(("level", "units"), [("layer", 2), ("pointwise", 3), ("block", 1)])
 def test_kept_bytes(level, units):
     """Per block `units` maps (B, H, L), written from the shapes; the rest of the model the same at every level."""

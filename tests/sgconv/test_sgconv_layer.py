@@ -87,6 +87,18 @@ def test_every_form_equals_the_sum_written_out(small_tiles, form, bidirectional,
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"bidirectional": True, "channels": 2}], ids=str)
+def test_every_form_equals_the_sum_written_out_at_1024(form, arguments):
+    layer = make(H=8, l_max=1024, kernel_dim=32, **arguments, **form).double()
+    u = noise(2, 8, 1024)
+    with torch.no_grad():
+        want = written_out(layer, u)
+        for level in LEVELS:
+            layer.set_recompute(level)
+            assert_near(layer(u), want, 1e-12, level)
+
+
 def test_a_large_layer_equals_the_sum_written_out():
     layer = make(H=8, l_max=1024, kernel_dim=32, bidirectional=True, postact="glu", channels=2)
     u = noise(2, 8, 1024).float()
@@ -382,6 +394,8 @@ def test_a_level_changed_between_two_steps_leaves_the_curve_alone():
     [
         (torch.zeros(2, 5, 8), {}, r"u \(B, H, L\) with H = 6"),
         (torch.zeros(2, 6), {}, r"u \(B, H, L\)"),
+        (torch.zeros(2, 6), {"lengths": torch.tensor([1, 2])}, r"an input \(B, H, L\) beside lengths, got \(2, 6\)"),
+        (torch.zeros(6), {"lengths": torch.tensor([1])}, r"an input \(B, H, L\) beside lengths, got \(6,\)"),
         (torch.zeros(2, 6, 8, dtype=torch.float64), {}, "torch.float32"),
         (torch.zeros(2, 6, 0), {}, "length of at least 1"),
         (torch.zeros(2, 6, 8), {"lengths": torch.tensor([1, 2, 3])}, r"integers \(2,\)"),

@@ -27,11 +27,14 @@ def valid_positions(
         of: the name of the module that was called, for the message.
 
     Raises:
-        ArgumentError: lengths of another shape or kind, or an unknown side.
+        ArgumentError: an input without the dimension `time`, lengths of another shape or kind, or an unknown side.
     """
     check_choice(padding_side, ("right", "left"), "padding_side", of)
     if lengths is None:
         return None
+    if x.dim() <= time:  # tokens (B, L) have two dimensions
+        axes = "(B, H, L)" if time == 2 else "(B, L, ...)"
+        raise ArgumentError(describe(expected=f"an input {axes} beside lengths", got=str(tuple(x.shape)), where=of))
     B, L = x.shape[0], x.shape[time]
     if lengths.shape != (B,) or lengths.is_floating_point() or lengths.is_complex():
         got = f"{tuple(lengths.shape)} {str(lengths.dtype).removeprefix('torch.')}"
